@@ -1,0 +1,6 @@
+"""What is run: validated YAML, free of hardware."""
+
+from olmo_core_jax.recipes.load import digest, dump_recipe, load_recipe, shipped_recipes
+from olmo_core_jax.recipes.schema import Recipe
+
+__all__ = ["Recipe", "digest", "dump_recipe", "load_recipe", "shipped_recipes"]

@@ -1,0 +1,128 @@
+"""From a name or a file to a validated recipe with absolute paths, and its digest."""
+
+import hashlib
+import json
+from pathlib import Path
+
+import yaml
+from pydantic import ValidationError
+
+from olmo_core_jax import storage
+from olmo_core_jax.errors import UserError
+from olmo_core_jax.recipes.schema import Recipe
+
+SHIPPED = Path(__file__).parent
+
+
+def shipped_recipes() -> list[str]:
+    """Names of the recipes in this package."""
+    return sorted(p.stem for p in SHIPPED.glob("*.yaml"))
+
+
+def load_recipe(name_or_path: str) -> Recipe:
+    """The recipe of that name or file, its relative paths resolved against the file's folder.
+
+    Raises UserError that names the file and the field.
+    """
+    where = recipe_location(name_or_path)
+    try:
+        raw = yaml.safe_load(storage.read_text(where))
+    except (OSError, UnicodeDecodeError) as e:
+        raise UserError(f"recipe {where} cannot be read: {e}") from None
+    except yaml.YAMLError as e:
+        raise UserError(f"recipe {where} is not valid YAML: {e}") from None
+    if not isinstance(raw, dict):
+        raise UserError(
+            f"recipe {where}: a mapping of sections is expected, not {type(raw).__name__}"
+        )
+    folder = where.rpartition("/")[0] or "."
+    return parse_recipe(
+        raw, where, folder if storage.is_remote(where) else str(Path(folder).resolve())
+    )
+
+
+def recipe_location(name_or_path: str) -> str:
+    """The file or URI of a recipe. Raises UserError, listing the shipped ones."""
+    if storage.is_remote(name_or_path):
+        return name_or_path
+    for path in (Path(name_or_path), SHIPPED / f"{name_or_path}.yaml"):
+        if path.is_file():
+            return str(path)
+    raise UserError(
+        f"unknown recipe {name_or_path!r}: neither a file nor one of {', '.join(shipped_recipes())}"
+    )
+
+
+def parse_recipe(raw: dict, where: str, folder: str) -> Recipe:
+    """Validates a recipe's content. `folder` is what relative paths are relative to."""
+    try:
+        recipe = Recipe.model_validate(raw)
+    except ValidationError as e:
+        raise UserError(f"recipe {where}: " + "; ".join(_reasons(e))) from None
+    return Recipe.model_validate(_absolute(recipe.model_dump(), folder))
+
+
+def digest(recipe: Recipe) -> str:
+    """sha256 of what the recipe says. Folders do not enter, so a moved checkout is the same recipe."""
+    text = json.dumps(_absolute(recipe.model_dump(), None), sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def dump_recipe(recipe: Recipe) -> str:
+    """YAML that load_recipe reads back to an equal recipe."""
+    return yaml.safe_dump(recipe.model_dump(), sort_keys=False)
+
+
+# The fields that hold paths: (section, field); their values are strings, or mappings to strings.
+PATHS = {
+    ("tokenizer", "path"),
+    ("weights", "hf"),
+    ("weights", "parity"),
+    ("data", "mix"),
+    ("data", "base"),
+    ("reference", "curve"),
+    ("reference", "band"),
+    ("reference", "batches"),
+    ("reference", "hf"),
+    ("reference", "native"),
+    ("reference", "heldout"),
+    ("reference", "lm_eval"),
+    ("evaluation", "heldout"),
+    ("evaluation", "tasks_path"),
+}
+
+
+def _absolute(node: dict, folder: str | None, section: str = "") -> dict:
+    """A copy with every path field resolved against `folder`, or reduced to its last name (folder None)."""
+
+    def resolve(value):
+        if isinstance(value, dict):
+            return {k: resolve(v) for k, v in value.items()}
+        if value is None or (folder is not None and ("://" in value or value.startswith("/"))):
+            return value
+        if folder is None:
+            return value.rstrip("/").rpartition("/")[2]
+        candidate = storage.join(folder, value)
+        # A name that is no file here stays a name: a mix that ai2-olmo-core ships, a model of the hub.
+        return value if "." not in value and not storage.exists(candidate) else candidate
+
+    out = {}
+    for key, value in node.items():
+        if (section, key) in PATHS:
+            out[key] = resolve(value)
+        elif isinstance(value, dict):
+            out[key] = _absolute(value, folder, key)
+        else:
+            out[key] = value
+    return out
+
+
+def _reasons(error: ValidationError) -> list[str]:
+    reasons = []
+    for e in error.errors():
+        field = ".".join(str(part) for part in e["loc"]) or "recipe"
+        said = e["msg"].removeprefix("Value error, ")
+        reasons.append(
+            f"unknown key {field}" if e["type"] == "extra_forbidden" else f"{field}: {said}"
+        )
+    return reasons

@@ -1,0 +1,97 @@
+"""How a job runs: mesh, kernels, rematerialisation, workers. Changing any of it may not change the recipe's numbers.
+
+A topology is one section of a launch profile; the launcher hands it to the job as a YAML or JSON file (`--topology`).
+This module knows nothing of recipes and imports no JAX.
+"""
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Literal
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from olmo_core_jax.errors import UserError
+
+
+class Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class Mesh(Strict):
+    """Devices along each axis; one of them may be -1, "all that are left"."""
+
+    replica: int = 1
+    fsdp: int = -1
+    tensor: int = 1
+    context: int = 1
+
+    @model_validator(mode="after")
+    def _one_free_axis(self):
+        sizes = [self.replica, self.fsdp, self.tensor, self.context]
+        if sizes.count(-1) > 1 or any(s == 0 or s < -1 for s in sizes):
+            raise ValueError(f"mesh {sizes}: sizes are positive, and at most one is -1")
+        return self
+
+
+class Distributed(Strict):
+    """Multi-process start. auto: what GKE's environment says, else one process."""
+
+    mode: Literal["auto", "off", "explicit"] = "auto"
+    coordinator: str | None = None
+    num_processes: int | None = None
+    process_id: int | None = None
+    wait_seconds: int = 300
+
+
+class Topology(Strict):
+    mesh: Mesh = Mesh()
+    platform: Literal["cpu", "tpu", "cuda"] | None = None
+    host_devices: int | None = Field(
+        None, gt=0, description="CPU only: devices that one process pretends to have"
+    )
+    attention: Literal["auto", "reference", "blockwise", "cudnn", "splash"] = "auto"
+    remat: str = "none"
+    scan_layers: bool = True
+    accumulation: int | None = Field(
+        None,
+        gt=0,
+        description="micro-batches an update; default: fitted to per_device_batch, else 1",
+    )
+    per_device_batch: int | None = Field(
+        None, gt=0, description="instances a device and micro-batch"
+    )
+    loss_chunks: int = Field(1, gt=0)
+    data_workers: int = Field(0, ge=0)
+    xla_flags: list[str] = []
+    libtpu_flags: list[str] = []
+    distributed: Distributed = Distributed()
+
+
+def load_topology(path: str | None) -> Topology:
+    """Reads a topology file; None gives the defaults. Raises UserError that names the field."""
+    if path is None:
+        return Topology()
+    try:
+        return Topology.model_validate(yaml.safe_load(Path(path).read_text()) or {})
+    except (OSError, yaml.YAMLError) as e:
+        raise UserError(f"topology {path} cannot be read: {e}") from None
+    except ValidationError as e:
+        first = e.errors()[0]
+        raise UserError(
+            f"topology {path}: {'.'.join(map(str, first['loc']))}: {first['msg']}"
+        ) from None
+
+
+def process_id(topology: Topology, env: Mapping[str, str] = os.environ) -> int:
+    """This process's number among all of the job's, known before JAX starts. 0 is the one writer."""
+    d = topology.distributed
+    if d.mode == "off":
+        return 0
+    if d.process_id is not None:
+        return d.process_id
+    if d.mode == "explicit" or "TPU_WORKER_HOSTNAMES" not in env:
+        return int(env.get("OLMO_PROCESS_ID", env.get("JOB_COMPLETION_INDEX", "0")))
+    hosts = len(env["TPU_WORKER_HOSTNAMES"].split(","))
+    return int(env.get("MEGASCALE_SLICE_ID", "0")) * hosts + int(env.get("TPU_WORKER_ID", "0"))
