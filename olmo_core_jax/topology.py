@@ -70,11 +70,12 @@ class Topology(Strict):
 
 
 def load_topology(path: str | None) -> Topology:
-    """Reads a topology file; None gives the defaults. Raises UserError that names the field."""
+    """Reads a topology file, or inline JSON; None gives the defaults. Raises UserError that names the field."""
     if path is None:
         return Topology()
     try:
-        return Topology.model_validate(yaml.safe_load(Path(path).read_text()) or {})
+        text = path if path.lstrip().startswith("{") else Path(path).read_text()
+        return Topology.model_validate(yaml.safe_load(text) or {})
     except (OSError, yaml.YAMLError) as e:
         raise UserError(f"topology {path} cannot be read: {e}") from None
     except ValidationError as e:

@@ -329,6 +329,10 @@ class Recipe(Strict):
             raise KeyError(f"recipe {self.name} has no training stage {name!r}")
         return section
 
+    def landmarks(self) -> list[int]:
+        """Stage-1 steps whose checkpoints are kept and evaluated: the recipe's landmarks, and the last update."""
+        return sorted({*self.stage1.checkpoints.landmarks, self.stage1.last_step})
+
     @model_validator(mode="after")
     def _ids_fit(self):
         t = self.tokenizer

@@ -1,0 +1,125 @@
+"""Between the flow file and the jobs: the plan, one stage with its card, and a safer command line.
+
+Kept out of the flow file so that the story stays readable, and out of launch/job.py so that nothing there knows Metaflow.
+"""
+
+import getpass
+import os
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from metaflow.exception import MetaflowException
+
+from olmo_core_jax.errors import JobError, UserError
+
+ARTIFACT_BYTES = 3500
+"""The Metaflow UI shows artifacts up to 4 KB."""
+
+
+class StageError(MetaflowException):
+    """A foreseen ending of a stage: Metaflow prints its message without a traceback."""
+
+    headline = "Stage not finished"
+
+
+@dataclass(frozen=True)
+class Plan:
+    name: str
+    recipe: str
+    run_root: str
+    landmarks: list[int]
+
+
+def plan(recipe_name: str, output: str, run_id: str) -> Plan:
+    """Validates the recipe and fixes the run root, both as absolute places. Raises StageError."""
+    from olmo_core_jax import storage
+    from olmo_core_jax.recipes import load_recipe
+    from olmo_core_jax.recipes.load import recipe_location
+
+    try:
+        recipe = load_recipe(recipe_name)
+        where = recipe_location(recipe_name)
+    except JobError as e:
+        raise StageError(str(e)) from None
+    root = output or str(Path("runs", f"{recipe.name}-{run_id}"))
+    if not storage.is_remote(root):
+        root = str(Path(root).resolve())
+    # A shipped recipe is kept by its name, so that a resumed run finds it in whatever checkout it runs from.
+    kept = recipe_name if not os.path.exists(recipe_name) else str(Path(where).resolve())
+    return Plan(recipe.name, kept, root, recipe.landmarks())
+
+
+def run_stage(job, card) -> dict:
+    """Runs a job on the profile that OLMO_LAUNCH names *now*; keeps its card live. Raises StageError."""
+    from olmo_core_jax.launch import job as jobs
+    from olmo_core_jax.launch import local
+    from olmo_core_jax.launch.profile import load_profile
+    from olmo_core_jax.report import cards
+
+    local.die_with_parent()  # a killed flow takes its tasks along, and they their jobs
+    live = cards.stage_card(card, job.run_root, job.folder)
+    try:
+        result = jobs.run(job, load_profile(), live.refresh)
+    except JobError as e:
+        live.failed(str(e))
+        raise StageError(str(e)) from None
+    live.finished(result)
+    return small(result.outputs, result.figures)
+
+
+def small(outputs: dict[str, str], figures: dict[str, float]) -> dict:
+    """An artifact that the UI can show: all URIs and as many figures as fit."""
+    kept: dict = {"outputs": dict(outputs), "figures": {}}
+    used = len(str(kept))
+    for name, value in figures.items():
+        used += len(name) + 26
+        if used > ARTIFACT_BYTES:
+            break
+        kept["figures"][name] = value
+    return kept
+
+
+def prepare(flow: str) -> None:
+    """Fixes what trips people on Metaflow's command line, before Metaflow sees it."""
+    _name_the_user()
+    try:
+        sys.argv[1:] = safer_arguments(flow, sys.argv[1:])
+    except UserError as e:
+        sys.exit(f"{e}")
+
+
+def safer_arguments(flow: str, argv: list[str]) -> list[str]:
+    """`resume` without an origin takes the newest run (Metaflow: the last `run`, even after a resume); a run id that
+    exists is refused (Metaflow mixes the two runs)."""
+    if "--run-id" in argv[:-1]:
+        wanted = argv[argv.index("--run-id") + 1]
+        if wanted in _local_runs(flow):
+            raise UserError(f"--run-id {wanted} exists already: leave the option out, or name a new one")
+    if "resume" in argv and not any(a.startswith("--origin-run-id") for a in argv):
+        runs = _local_runs(flow)
+        if runs and not {"-h", "--help"} & set(argv):
+            print(f"resuming run {runs[-1]} (another one: --origin-run-id)", file=sys.stderr)
+            return [*argv, "--origin-run-id", runs[-1]]
+    return argv
+
+
+def _local_runs(flow: str) -> list[str]:
+    """Run ids in Metaflow's local datastore, oldest first; none where another metadata provider is in use."""
+    if os.environ.get("METAFLOW_DEFAULT_METADATA", "local") != "local":
+        return []
+    root = os.environ.get("METAFLOW_DATASTORE_SYSROOT_LOCAL")
+    for folder in [Path(root)] if root else [Path.cwd(), *Path.cwd().parents]:
+        store = folder if folder.name == ".metaflow" else folder / ".metaflow"
+        if store.is_dir():
+            runs = [p for p in (store / flow).glob("*") if p.name.isdigit()]
+            return [p.name for p in sorted(runs, key=lambda p: int(p.name))]
+    return []
+
+
+def _name_the_user() -> None:
+    """Metaflow wants a user name, and containers that run as root often have none in their environment."""
+    if not any(os.environ.get(v) for v in ("METAFLOW_USER", "SUDO_USER", "USERNAME", "USER")) or (
+        os.environ.get("USER") == "root" and not os.environ.get("USERNAME")
+    ):
+        os.environ["USERNAME"] = getpass.getuser()

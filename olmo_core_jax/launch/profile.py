@@ -1,0 +1,48 @@
+"""Where and on what jobs run: the launch profile, read when a stage starts, so that a resumed run may use other hardware.
+
+The file that OLMO_LAUNCH names; without it, local processes on this machine's CPU.
+"""
+
+import os
+from pathlib import Path
+from typing import Literal
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from olmo_core_jax.errors import UserError
+from olmo_core_jax.topology import Topology
+
+ENVIRONMENT = "OLMO_LAUNCH"
+
+
+class Profile(BaseModel):
+    """topology: for every stage; topologies: for single stages instead, by folder name (`stage1_train`)."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    name: str = "this machine"
+    backend: Literal["local", "gke"] = "local"
+    topology: Topology = Topology(platform="cpu")
+    topologies: dict[str, Topology] = {}
+    max_restarts: int = Field(2, ge=0, description="new starts after crashes; preemptions are not counted")
+    gke: dict | None = Field(None, description="the section of the gke backend")
+
+    def topology_of(self, folder: str) -> Topology:
+        """The topology of a stage folder (`eval_landmarks/100` is looked up as `eval_landmarks`)."""
+        return self.topologies.get(folder.partition("/")[0], self.topology)
+
+
+def load_profile(path: str | None = None) -> Profile:
+    """The profile of a file, else of OLMO_LAUNCH, else the default. Raises UserError that names the field."""
+    path = path or os.environ.get(ENVIRONMENT)
+    if not path:
+        return Profile()
+    try:
+        return Profile.model_validate({"name": Path(path).stem} | (yaml.safe_load(Path(path).read_text()) or {}))
+    except (OSError, yaml.YAMLError, TypeError) as e:
+        raise UserError(f"launch profile {path} cannot be read: {e}") from None
+    except ValidationError as e:
+        first = e.errors()[0]
+        field = ".".join(map(str, first["loc"]))
+        raise UserError(f"launch profile {path}: {field}: {first['msg']}") from None

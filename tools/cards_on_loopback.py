@@ -1,0 +1,27 @@
+"""Metaflow's own card viewer, on loopback only (as shipped it listens on every interface)."""
+
+import os
+import runpy
+import sys
+from pathlib import Path
+
+from metaflow.plugins.cards import card_server
+
+FLOW = Path(__file__).resolve().parents[1] / "flows" / "reproduce.py"
+PORT = os.environ.get("PORT", "8324")
+
+
+class LoopbackServer(card_server.ThreadingHTTPServer):
+    def __init__(self, address, handler):
+        super().__init__(("127.0.0.1", address[1]), handler)
+
+
+def main() -> None:
+    card_server.ThreadingHTTPServer = LoopbackServer
+    print(f"cards of the latest run: http://127.0.0.1:{PORT}", file=sys.stderr)
+    sys.argv = [str(FLOW), "card", "server", "--port", PORT]
+    runpy.run_path(str(FLOW), run_name="__main__")
+
+
+if __name__ == "__main__":
+    main()
