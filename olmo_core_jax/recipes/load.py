@@ -73,7 +73,8 @@ def dump_recipe(recipe: Recipe) -> str:
     return yaml.safe_dump(recipe.model_dump(), sort_keys=False)
 
 
-# The fields that hold paths: (section, field); their values are strings, or mappings to strings.
+# The fields that hold paths: (section, field); their values are strings, or mappings to strings. Two kinds of names are no
+# paths: `hub:OWNER/MODEL`, and a mix without a slash or a dot, which ai2-olmo-core ships.
 PATHS = {
     ("tokenizer", "path"),
     ("weights", "hf"),
@@ -95,21 +96,26 @@ PATHS = {
 def _absolute(node: dict, folder: str | None, section: str = "") -> dict:
     """A copy with every path field resolved against `folder`, or reduced to its last name (folder None)."""
 
-    def resolve(value):
+    def resolve(key, value):
         if isinstance(value, dict):
-            return {k: resolve(v) for k, v in value.items()}
-        if value is None or (folder is not None and ("://" in value or value.startswith("/"))):
+            return {k: resolve(key, v) for k, v in value.items()}
+        is_name = (
+            value is None
+            or value.startswith("hub:")
+            or (key == "mix" and not set("/.") & set(value))
+        )
+        if is_name or (folder is not None and ("://" in value or value.startswith("/"))):
             return value
-        if folder is None:
-            return value.rstrip("/").rpartition("/")[2]
-        candidate = storage.join(folder, value)
-        # A name that is no file here stays a name: a mix that ai2-olmo-core ships, a model of the hub.
-        return value if "." not in value and not storage.exists(candidate) else candidate
+        return (
+            storage.join(folder, value)
+            if folder is not None
+            else value.rstrip("/").rpartition("/")[2]
+        )
 
     out = {}
     for key, value in node.items():
         if (section, key) in PATHS:
-            out[key] = resolve(value)
+            out[key] = resolve(key, value)
         elif isinstance(value, dict):
             out[key] = _absolute(value, folder, key)
         else:

@@ -105,7 +105,7 @@ class Precision(Strict):
 
 
 class Weights(Strict):
-    """The step-0 weights: an HF Olmo 3 folder (or hub id with revision), or none for our own initialisation."""
+    """The step-0 weights: an HF Olmo 3 folder, `hub:OWNER/MODEL` with its revision, or none for our own initialisation."""
 
     hf: str | None = None
     revision: str | None = None
