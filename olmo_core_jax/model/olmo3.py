@@ -1,0 +1,244 @@
+"""Olmo 3 as Flax NNX modules, written for one device and one layer; the cycles are stacked and scanned.
+
+B batch, S sequence, D model width, H query heads, G key/value heads, K head width, F MLP width, V vocabulary,
+C cycles (repetitions of the layer pattern). Matrices are (out, in), as in PyTorch, so converting copies bytes.
+"""
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from olmo_core_jax.model.attention import FULL, attend
+from olmo_core_jax.model.norm import rms_norm
+from olmo_core_jax.model.options import ModelOptions
+from olmo_core_jax.model.remat import rematerialise, save
+from olmo_core_jax.model.rope import Rope, apply_rope, rope_tables
+from olmo_core_jax.recipes.schema import Model
+
+Note = Callable[[str, jax.Array], None]
+CUT = 3.0  # initial weights lie within this many standard deviations
+
+
+def matrix(rngs: nnx.Rngs, cfg: Model, *shape: int) -> nnx.Param:
+    """A weight drawn from a normal of init_std cut at 3 deviations, fp32."""
+    draw = jax.random.truncated_normal(rngs.params(), -CUT, CUT, shape, jnp.float32)
+    return nnx.Param(cfg.init_std * draw)
+
+
+def gain(size: int) -> nnx.Param:
+    return nnx.Param(jnp.ones(size, jnp.float32))
+
+
+def linear(x: jax.Array, weight: jax.Array) -> jax.Array:
+    """x times the transposed (out, in) matrix, in x's dtype."""
+    return jnp.einsum("...i,oi->...o", x, weight.astype(x.dtype))
+
+
+class Attention(nnx.Module):
+    """Projections, QK-norm over the whole projected vector, rotary embedding, attention, output projection."""
+
+    def __init__(self, cfg: Model, window: int, opts: ModelOptions, *, rngs: nnx.Rngs):
+        queries, keys = cfg.n_heads * cfg.head_dim, cfg.n_kv_heads * cfg.head_dim
+        self.q = matrix(rngs, cfg, queries, cfg.d_model)
+        self.k = matrix(rngs, cfg, keys, cfg.d_model)
+        self.v = matrix(rngs, cfg, keys, cfg.d_model)
+        self.out = matrix(rngs, cfg, cfg.d_model, queries)
+        self.q_norm = gain(queries)
+        self.k_norm = gain(keys)
+        self.window, self.head_dim, self.eps, self.opts = window, cfg.head_dim, cfg.norm_eps, opts
+
+    def __call__(self, x_BSD: jax.Array, rope: Rope) -> jax.Array:
+        q_BSHK = self._heads(rms_norm(linear(x_BSD, self.q), self.q_norm[...], self.eps))
+        k_BSGK = self._heads(rms_norm(linear(x_BSD, self.k), self.k_norm[...], self.eps))
+        v_BSGK = save(self._heads(linear(x_BSD, self.v)), "v")
+        q_BSHK, k_BSGK = save(apply_rope(q_BSHK, rope), "q"), save(apply_rope(k_BSGK, rope), "k")
+        a_BSHK = save(
+            attend(q_BSHK, k_BSGK, v_BSGK, window=self.window, kernel=self.opts.attention),
+            "attention",
+        )
+        return save(linear(a_BSHK.reshape(*x_BSD.shape[:2], -1), self.out), "attention_out")
+
+    def _heads(self, x: jax.Array) -> jax.Array:
+        x_BSNK = x.reshape(*x.shape[:2], -1, self.head_dim)
+        return self.opts.constrain(x_BSNK, "batch", "sequence", "act_heads", None)
+
+
+class MLP(nnx.Module):
+    """SwiGLU: down(silu(gate x) * up x)."""
+
+    def __init__(self, cfg: Model, opts: ModelOptions, *, rngs: nnx.Rngs):
+        self.gate = matrix(rngs, cfg, cfg.mlp_hidden, cfg.d_model)
+        self.up = matrix(rngs, cfg, cfg.mlp_hidden, cfg.d_model)
+        self.down = matrix(rngs, cfg, cfg.d_model, cfg.mlp_hidden)
+        self.opts = opts
+
+    def __call__(self, x_BSD: jax.Array) -> jax.Array:
+        gate_BSF, up_BSF = (
+            save(linear(x_BSD, self.gate), "gate"),
+            save(linear(x_BSD, self.up), "up"),
+        )
+        h_BSF = self.opts.constrain(jax.nn.silu(gate_BSF) * up_BSF, "batch", "sequence", "act_mlp")
+        return save(linear(h_BSF, self.down), "down")
+
+
+class Layer(nnx.Module):
+    """x + norm(attention(x)), then h + norm(mlp(h)): the norms follow the branches and the stream is never normed."""
+
+    def __init__(self, cfg: Model, window: int, opts: ModelOptions, *, rngs: nnx.Rngs):
+        self.attn = Attention(cfg, window, opts, rngs=rngs)
+        self.attn_norm = gain(cfg.d_model)
+        self.mlp = MLP(cfg, opts, rngs=rngs)
+        self.mlp_norm = gain(cfg.d_model)
+        self.eps, self.opts = cfg.norm_eps, opts
+
+    def __call__(self, x_BSD: jax.Array, rope: Rope, note: Note | None = None) -> jax.Array:
+        attn = self.attn(x_BSD, rope)
+        h_BSD = x_BSD + rms_norm(attn, self.attn_norm[...], self.eps)
+        mlp = self.mlp(h_BSD)
+        out_BSD = h_BSD + rms_norm(mlp, self.mlp_norm[...], self.eps)
+        if note is not None:
+            note("attn", attn), note("attn_residual", h_BSD), note("mlp", mlp), note("out", out_BSD)
+        return self.opts.constrain(out_BSD, "batch", "sequence", "act_embed")
+
+
+class Cycle(nnx.Module):
+    """One repetition of the layer pattern: layer_0 .. layer_{P-1}."""
+
+    def __init__(self, cfg: Model, opts: ModelOptions, *, rngs: nnx.Rngs):
+        self.pattern, self.opts = tuple(cfg.pattern), opts
+        for j, window in enumerate(self.pattern):
+            setattr(self, f"layer_{j}", Layer(cfg, window, opts, rngs=rngs))
+
+    def __call__(self, x_BSD: jax.Array, ropes: dict[bool, Rope], note=None) -> jax.Array:
+        for j, window in enumerate(self.pattern):
+            layer, rope = getattr(self, f"layer_{j}"), ropes[window == FULL]
+            if note is not None:
+                x_BSD = layer(x_BSD, rope, lambda name, x, j=j: note(j, name, x))
+            else:
+                x_BSD = rematerialise(Layer.__call__, self.opts.remat)(layer, x_BSD, rope)
+        return x_BSD
+
+
+class Weight(nnx.Module):
+    """A module that is nothing but its weight: embedding table, final gain, head."""
+
+    def __init__(self, weight: nnx.Param):
+        self.weight = weight
+
+
+class Olmo3(nnx.Module):
+    """The whole model. `cycles` holds one Cycle whose parameters carry a leading axis of n_cycles."""
+
+    def __init__(self, cfg: Model, opts: ModelOptions = ModelOptions(), *, rngs: nnx.Rngs):
+        self.cfg, self.opts = cfg, opts
+        self.embed = Weight(matrix(rngs, cfg, cfg.padded_vocab_size, cfg.d_model))
+        make = nnx.vmap(lambda keys: Cycle(cfg, opts, rngs=keys))
+        self.cycles = nnx.split_rngs(splits=cfg.n_cycles)(make)(rngs)
+        self.final_norm = Weight(gain(cfg.d_model))
+        self.lm_head = Weight(matrix(rngs, cfg, cfg.padded_vocab_size, cfg.d_model))
+
+    def hidden_states(self, tokens_BS: jax.Array, note: Note | None = None) -> jax.Array:
+        """The head's input: [B, S, D] in the compute dtype, after the final norm."""
+        x_BSD = self.embed.weight[tokens_BS].astype(self.opts.compute_dtype)
+        x_BSD = self.opts.constrain(x_BSD, "batch", "sequence", "act_embed")
+        ropes = rope_tables(self.cfg, tokens_BS.shape[1])
+        if note is not None:
+            note("embed", x_BSD)
+        if self.opts.scan_layers and note is None:
+            x_BSD, _ = jax.lax.scan(lambda x, cycle: (cycle(x, ropes), None), x_BSD, self.cycles)
+        else:
+            x_BSD = self._unrolled(x_BSD, ropes, note)
+        h_BSD = rms_norm(x_BSD, self.final_norm.weight[...], self.cfg.norm_eps)
+        if note is not None:
+            note("final_norm", h_BSD)
+        return h_BSD
+
+    def _unrolled(self, x_BSD, ropes, note: Note | None):
+        for c in range(self.cfg.n_cycles):
+            cycle = jax.tree.map(lambda leaf, c=c: leaf[c], self.cycles)
+            first = c * len(self.cfg.pattern)
+            tell = (
+                None
+                if note is None
+                else lambda j, name, x, f=first: note(f"layers.{f + j}.{name}", x)
+            )
+            x_BSD = cycle(x_BSD, ropes, tell)
+        return x_BSD
+
+    def logits(self, h_BSD: jax.Array) -> jax.Array:
+        """fp32 [B, S, V] of hidden states, the padded vocabulary included; products of compute-dtype values."""
+        head = self.lm_head.weight[...].astype(h_BSD.dtype)
+        return jnp.einsum("bsd,vd->bsv", h_BSD, head, preferred_element_type=jnp.float32)
+
+
+def init_params(cfg: Model, seed: int) -> dict:
+    """A fresh parameter tree (plain nested dict, fp32). Pure: under jit with out_shardings it is born sharded."""
+    return nnx.to_pure_dict(nnx.state(Olmo3(cfg, rngs=nnx.Rngs(params=seed)), nnx.Param))
+
+
+def abstract_params(cfg: Model) -> dict:
+    """The same tree of ShapeDtypeStructs; nothing is allocated."""
+    return jax.eval_shape(lambda: init_params(cfg, 0))
+
+
+def logical_axes(cfg: Model) -> dict:
+    """The same tree of tuples that name every parameter's axes; train/mesh.py maps names to mesh axes."""
+    attn = {
+        "q": ("cycle", "heads", "embed"),
+        "k": ("cycle", "kv_heads", "embed"),
+        "v": ("cycle", "kv_heads", "embed"),
+        "out": ("cycle", "embed", "heads"),
+        "q_norm": ("cycle", "heads"),
+        "k_norm": ("cycle", "kv_heads"),
+    }
+    mlp = {name: ("cycle", "mlp", "embed") for name in ("gate", "up")} | {
+        "down": ("cycle", "embed", "mlp")
+    }
+    layer = {
+        "attn": attn,
+        "attn_norm": ("cycle", "norm"),
+        "mlp": mlp,
+        "mlp_norm": ("cycle", "norm"),
+    }
+    return {
+        "embed": {"weight": ("vocab", "embed")},
+        "cycles": {f"layer_{j}": layer for j in range(len(cfg.pattern))},
+        "final_norm": {"weight": ("norm",)},
+        "lm_head": {"weight": ("vocab", "embed")},
+    }
+
+
+def bind(params: dict, cfg: Model, opts: ModelOptions) -> Olmo3:
+    """The module with these parameters in it."""
+    graph, _ = nnx.split(nnx.eval_shape(lambda: Olmo3(cfg, opts, rngs=nnx.Rngs(params=0))))
+    return nnx.merge(graph, params)
+
+
+def hidden_states(params: dict, tokens_BS: jax.Array, cfg: Model, opts: ModelOptions) -> jax.Array:
+    """[B, S, D] in the compute dtype, after the final norm: what the loss takes."""
+    with opts.exact_matmuls():
+        return bind(params, cfg, opts).hidden_states(tokens_BS)
+
+
+def logits(params: dict, tokens_BS: jax.Array, cfg: Model, opts: ModelOptions) -> jax.Array:
+    """fp32 [B, S, V], V the padded vocabulary."""
+    with opts.exact_matmuls():
+        model = bind(params, cfg, opts)
+        return model.logits(model.hidden_states(tokens_BS))
+
+
+def trace(
+    params: dict, tokens_BS: jax.Array, cfg: Model, opts: ModelOptions
+) -> dict[str, jax.Array]:
+    """Outputs of every part, for parity: embed, layers.{i}.{attn,attn_residual,mlp,out}, final_norm, logits.
+
+    attn and mlp are the branches before their norms. Layers are unrolled.
+    """
+    seen: dict[str, jax.Array] = {}
+    with opts.exact_matmuls():
+        model = bind(params, cfg, opts)
+        h_BSD = model.hidden_states(tokens_BS, seen.__setitem__)
+        seen["logits"] = model.logits(h_BSD)
+    return seen

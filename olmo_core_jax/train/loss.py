@@ -1,0 +1,121 @@
+"""Cross-entropy and z-loss of the head, without ever holding all logits, and the divisor that makes them a mean.
+
+B batch, S sequence, D model width, V vocabulary (padded), T positions of a chunk.
+"""
+
+from functools import partial
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from olmo_core_jax.errors import UserError
+
+
+class Targets(NamedTuple):
+    """Position t's target is token t+1. keep says which positions count."""
+
+    labels_BS: jax.Array  # int32
+    keep_BS: jax.Array  # bool
+
+
+class HeadLoss(NamedTuple):
+    """f32 scalars, each already divided. total = ce + z; only total carries gradients."""
+
+    total: jax.Array
+    ce: jax.Array
+    z: jax.Array
+
+
+def shifted_targets(tokens_BS, instance_mask_B, ignored_id: int | None = None) -> Targets:
+    """Targets of a batch: no target at the last position, none in a masked instance, none equal to ignored_id."""
+    labels = jnp.concatenate([tokens_BS[:, 1:], jnp.zeros_like(tokens_BS[:, :1])], axis=1)
+    keep = jnp.broadcast_to(instance_mask_B[:, None], labels.shape).at[:, -1].set(False)
+    return Targets(labels, keep if ignored_id is None else keep & (labels != ignored_id))
+
+
+def loss_divisor(targets: Targets, instance_mask_B) -> jax.Array:
+    """OLMo-core's D: the targets that count, plus S (not S-1) for every masked instance, as if its loss were 0."""
+    masked = jnp.sum(~instance_mask_B) * targets.labels_BS.shape[1]
+    return (jnp.sum(targets.keep_BS) + masked).astype(jnp.float32)
+
+
+def head_loss(
+    h_BSD, head_VD, targets: Targets, divisor, z_multiplier: float, chunks: int = 1
+) -> HeadLoss:
+    """(sum CE + z_multiplier * sum logsumexp^2) / divisor over the kept targets.
+
+    h_BSD is in the compute dtype, head_VD the master weight; logits and sums are fp32. When differentiated, loss and
+    gradients come out of the same pass over the chunks, so no logits are kept or computed twice.
+    Raises UserError when `chunks` does not divide S.
+    """
+    if h_BSD.shape[1] % chunks:
+        raise UserError(
+            f"topology: loss_chunks {chunks} does not divide the sequence length {h_BSD.shape[1]}"
+        )
+    total, ce, z = _head_loss(h_BSD, head_VD, *targets, 1 / divisor, z_multiplier, chunks)
+    return HeadLoss(total, jax.lax.stop_gradient(ce), jax.lax.stop_gradient(z))
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(5, 6))
+def _head_loss(h_BSD, head_VD, labels_BS, keep_BS, scale, z_multiplier, chunks):
+    head = head_VD.astype(h_BSD.dtype)
+
+    def step(sums, chunk):
+        h, labels, keep = chunk
+        ce, z, _, _ = _chunk_sums(h, head, labels, keep)
+        return (sums[0] + ce, sums[1] + z), None
+
+    (ce, z), _ = jax.lax.scan(step, (0.0, 0.0), _chunked(chunks, h_BSD, labels_BS, keep_BS))
+    return _scaled(ce, z, scale, z_multiplier)
+
+
+def _forward(h_BSD, head_VD, labels_BS, keep_BS, scale, z_multiplier, chunks):
+    head = head_VD.astype(h_BSD.dtype)
+
+    def step(carry, chunk):
+        ce_sum, z_sum, d_head = carry
+        h, labels, keep = chunk
+        ce, z, logits, lse = _chunk_sums(h, head, labels, keep)
+        probabilities = jnp.exp(logits - lse[..., None])
+        hit = labels[..., None] == jnp.arange(logits.shape[-1])
+        slope = probabilities * (1 + 2 * z_multiplier * lse[..., None]) - hit
+        d_logits = (slope * (keep * scale)[..., None]).astype(h.dtype)
+        d_h = jnp.einsum("btv,vd->btd", d_logits, head)
+        d_head += jnp.einsum("btv,btd->vd", d_logits, h, preferred_element_type=jnp.float32)
+        return (ce_sum + ce, z_sum + z, d_head), d_h
+
+    start = (0.0, 0.0, jnp.zeros(head_VD.shape, jnp.float32))
+    (ce, z, d_head), d_h = jax.lax.scan(step, start, _chunked(chunks, h_BSD, labels_BS, keep_BS))
+    d_h_BSD = jnp.moveaxis(d_h, 0, 2).reshape(h_BSD.shape)
+    return _scaled(ce, z, scale, z_multiplier), (d_h_BSD, d_head.astype(head_VD.dtype))
+
+
+def _backward(z_multiplier, chunks, residuals, cotangents):
+    d_h, d_head = residuals
+    ct = cotangents[0]
+    return d_h * ct.astype(d_h.dtype), d_head * ct.astype(d_head.dtype), None, None, None
+
+
+_head_loss.defvjp(_forward, _backward)
+
+
+def _scaled(ce, z, scale, z_multiplier):
+    ce, z = ce * scale, z * (z_multiplier * scale)
+    return ce + z, ce, z
+
+
+def _chunked(chunks, *arrays):
+    """Position s goes to chunk s % chunks, so that a sharded sequence axis stays sharded inside every chunk."""
+    return tuple(
+        jnp.moveaxis(a.reshape(a.shape[0], -1, chunks, *a.shape[2:]), 2, 0) for a in arrays
+    )
+
+
+def _chunk_sums(h_BTD, head_VD, labels_BT, keep_BT):
+    """Sums of CE and logsumexp^2 over the kept positions, with the fp32 logits and logsumexps they came from."""
+    logits = jnp.einsum("btd,vd->btv", h_BTD, head_VD, preferred_element_type=jnp.float32)
+    lse = jax.nn.logsumexp(logits, axis=-1)
+    at_label = jnp.take_along_axis(logits, labels_BT[..., None], axis=-1)[..., 0]
+    ce = jnp.sum(jnp.where(keep_BT, lse - at_label, 0.0))
+    return ce, jnp.sum(jnp.where(keep_BT, lse * lse, 0.0)), logits, lse
