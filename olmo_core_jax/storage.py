@@ -7,6 +7,7 @@ The Google client is imported only when a gs:// URI is touched.
 import functools
 import json
 import os
+import shutil
 import uuid
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -104,6 +105,21 @@ def write_bytes(uri: str, data: bytes) -> None:
         ) from None
     finally:
         partial.unlink(missing_ok=True) if path.parent.is_dir() else None
+
+
+def write_file(uri: str, source: str | os.PathLike) -> None:
+    """Writes a copy of a local file, in pieces: for files larger than memory. A local target is written atomically."""
+    if is_remote(uri):
+        _blob(uri).upload_from_filename(str(source), retry=_retry(), timeout=60)
+        return
+    path = Path(uri)
+    partial = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.partial")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(source, partial)
+        os.replace(partial, path)
+    finally:
+        partial.unlink(missing_ok=True)
 
 
 def write_text(uri: str, text: str) -> None:

@@ -1,0 +1,61 @@
+"""Range reads from gs:// with Google's own client: one request a read, many in flight, tried again
+when it may help.
+"""
+
+import functools
+
+import requests
+
+from olmo_core_jax.data import readers
+from olmo_core_jax.errors import UserError
+
+
+class GcsReader:
+    """Ranges of objects, without a metadata call. Safe for threads; a pickled copy makes its own
+    client.
+    """
+
+    concurrent = True
+
+    def read(self, uri: str, offset: int, length: int) -> bytes:
+        bucket, _, key = uri.removeprefix("gs://").partition("/")
+        blob = _client().bucket(bucket).blob(key)
+
+        def attempt() -> bytes:
+            return blob.download_as_bytes(
+                start=offset,
+                end=offset + length - 1,
+                raw_download=True,
+                checksum=None,
+                retry=None,  # tries are counted and bounded in one place, readers.repeat
+                timeout=readers.TRY_SECONDS,
+            )
+
+        return readers.retried(uri, offset, length, attempt, _passing)
+
+
+def _passing(error: Exception) -> bool:
+    """Is it worth asking again? Raises UserError for a missing object or a range beyond its end."""
+    from google.api_core import exceptions
+
+    if isinstance(error, exceptions.NotFound):
+        raise UserError("the object does not exist: restore it, or correct data.base") from None
+    if isinstance(error, exceptions.GoogleAPICallError):
+        return error.code in (408, 429) or (error.code or 0) >= 500
+    return isinstance(error, OSError | requests.RequestException)
+
+
+@functools.cache
+def _client():
+    """One a process, with as many kept connections as there are requests in flight."""
+    try:
+        from google.cloud import storage
+    except ImportError:
+        raise UserError("gs:// needs the extra: pip install 'olmo-core-jax[gcs]'") from None
+    client = storage.Client()
+    adapter = requests.adapters.HTTPAdapter(
+        pool_connections=4, pool_maxsize=readers.CONNECTIONS, pool_block=True
+    )
+    client._http.mount("https://", adapter)
+    client._http.mount("http://", adapter)
+    return client
