@@ -26,6 +26,7 @@ class StopRequest:
         self.grace_seconds = grace_seconds
         self._event = threading.Event()
         self._polling = False
+        self._raised = False
 
     @property
     def requested(self) -> bool:
@@ -57,9 +58,9 @@ class StopRequest:
         return self
 
     def _handle(self, signum, frame):
-        first = not self.requested
         self._event.set()
-        if first and not self._polling:
+        if not self._polling and not self._raised:  # a second signal must not break the ending
+            self._raised = True
             raise Preempted("told to stop")
 
     def _watch(self, reader: socket.socket, writer: socket.socket) -> None:

@@ -1,0 +1,100 @@
+"""Recipes: what is refused, with which words, and what a digest depends on."""
+
+import shutil
+
+import pytest
+import yaml
+
+from olmo_core_jax import recipes
+from olmo_core_jax.errors import UserError
+from olmo_core_jax.recipes.load import SHIPPED
+
+
+@pytest.fixture
+def laptop():
+    return yaml.safe_load((SHIPPED / "laptop.yaml").read_text())
+
+
+def write(folder, content):
+    path = folder / "mine.yaml"
+    path.write_text(yaml.safe_dump(content))
+    return str(path)
+
+
+@pytest.mark.parametrize("name", recipes.shipped_recipes())
+def test_shipped_recipes_load(name):
+    assert recipes.load_recipe(name).name == name
+
+
+def test_unknown_recipe_lists_the_known_ones():
+    with pytest.raises(UserError, match=r"unknown recipe 'nope'.*laptop"):
+        recipes.load_recipe("nope")
+
+
+def set_in(content, dotted, value):
+    *path, last = dotted.split(".")
+    for key in path:
+        content = content[key]
+    content[last] = value
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "said"),
+    [
+        ("stage1.batch_tokns", 5, "unknown key stage1.batch_tokns"),
+        ("stage1.batch_tokens", "many", "stage1.batch_tokens: Input should be a valid integer"),
+        ("stage1.batch_tokens", 1000, "batch_tokens 1000 is not a multiple of sequence_length 128"),
+        ("model.n_layers", 9, "n_layers 9 is not a multiple of the pattern's length 4"),
+        ("model.pattern", [32, 0, 32, -1], "windows are positive, or -1"),
+        ("model.head_dim", 15, "head_dim 15 must be even"),
+        ("tokenizer.eos_id", 5000, "tokenizer.eos_id 5000 is outside the vocabulary"),
+        ("stage1.checkpoints.landmarks", [500], "lie after the last update 400"),
+        ("stage1.stop_at", 600, "stop_at 600 is after T = 489"),
+        ("stage1.schedule", {"kind": "triangle"}, "stage1.schedule: .*'triangle'"),
+        ("precision", {"moments": "bfloat16"}, "set i_accept_low_precision_state"),
+    ],
+)
+def test_bad_fields_are_named(tmp_path, laptop, field, value, said):
+    set_in(laptop, field, value)
+    with pytest.raises(UserError, match=said) as e:
+        recipes.load_recipe(write(tmp_path, laptop))
+    assert "mine.yaml" in str(e.value)
+
+
+@pytest.mark.parametrize("text", ["- a\n- b", "a: [", "", "\x00"])
+def test_files_that_are_no_recipe(tmp_path, text):
+    (tmp_path / "x.yaml").write_text(text)
+    with pytest.raises(UserError, match=r"x\.yaml"):
+        recipes.load_recipe(str(tmp_path / "x.yaml"))
+
+
+def test_paths_are_relative_to_the_file_and_names_stay_names(tmp_path, laptop):
+    laptop["weights"]["hf"] = "hub:allenai/Olmo-3-1025-7B"
+    laptop["stage1"]["data"]["mix"] = "OLMo-mix-0625-official"
+    laptop["stage2"]["data"]["base"] = "gs://bucket/data"
+    recipe = recipes.load_recipe(write(tmp_path, laptop))
+    assert recipe.weights.hf == "hub:allenai/Olmo-3-1025-7B"
+    assert recipe.stage1.data.mix == "OLMo-mix-0625-official"
+    assert recipe.stage2.data.base == "gs://bucket/data"
+    assert recipe.stage2.data.mix == str(tmp_path / "laptop/mixes/stage2.txt")
+
+
+def test_digest_ignores_where_the_checkout_is_but_not_what_is_said(tmp_path, laptop):
+    original = recipes.digest(recipes.load_recipe("laptop"))
+    shutil.copy(SHIPPED / "laptop.yaml", tmp_path / "laptop.yaml")
+    assert recipes.digest(recipes.load_recipe(str(tmp_path / "laptop.yaml"))) == original
+    laptop["stage1"]["data"]["seed"] += 1
+    assert recipes.digest(recipes.load_recipe(write(tmp_path, laptop))) != original
+
+
+def test_a_dumped_recipe_is_the_same_recipe(tmp_path):
+    recipe = recipes.load_recipe("laptop")
+    (tmp_path / "copy.yaml").write_text(recipes.dump_recipe(recipe))
+    assert recipes.load_recipe(str(tmp_path / "copy.yaml")) == recipe
+
+
+def test_published_step_counts():
+    """G6: tokens do not divide by the batch, so the last update is a started one."""
+    seven = recipes.load_recipe("olmo3_7b")
+    assert (seven.stage1.total_steps, seven.stage1.last_step) == (1_668_931, 1_413_814)
+    assert seven.stage2.total_steps == 47_684
