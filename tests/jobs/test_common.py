@@ -14,7 +14,7 @@ from olmo_core_jax import errors
 
 JOB = textwrap.dedent(
     """
-    import sys, time
+    import hashlib, sys, time
     from olmo_core_jax.errors import UserError
     from olmo_core_jax.jobs.common import Job, Outcome, main
 
@@ -32,8 +32,8 @@ JOB = textwrap.dedent(
             while not context.stop.requested:
                 time.sleep(0.05)
             context.stop.check()
-        if what == "busy":  # one long C call: Python-level handlers never run
-            sum(range(10**11))
+        if what == "busy":  # one long C call, as a compile is: Python-level handlers never run
+            hashlib.pbkdf2_hmac("sha256", b"", b"", 10**10)
         return Outcome(outputs={"x": context.path("x")}, figures={"y": 1.5})
 
     JOB = Job(
