@@ -51,19 +51,24 @@ JOB = textwrap.dedent(
 @pytest.fixture
 def start(tmp_path):
     (tmp_path / "stand_in.py").write_text(JOB)
+    started = []
 
     def begin(*flags, recipe="laptop", root=None, **env):
         root = root or tmp_path / "run"
         command = [sys.executable, str(tmp_path / "stand_in.py"), "--recipe", recipe]
-        return subprocess.Popen(
+        process = subprocess.Popen(
             [*command, "--run-root", str(root), *flags],
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
             env=os.environ | env,
         )
+        started.append(process)
+        return process
 
-    return begin
+    yield begin
+    for process in started:
+        process.kill()
 
 
 def finish(process):
