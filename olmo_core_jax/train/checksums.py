@@ -1,0 +1,74 @@
+"""A 32-bit fingerprint of every array of a state: the same for any sharding, changed by a flipped or moved bit.
+
+The array files under a checkpoint reveal a missing file but not a changed byte, so what is restored is compared with
+what was saved. Every element is mixed with its position, and the sum is modulo 2^32, so that neither the order of
+additions nor the topology matters.
+"""
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+CHUNK = 1 << 22
+_UINTS = {1: np.uint8, 2: np.uint16, 4: np.uint32}
+
+
+def checksums(tree) -> dict[str, int]:
+    """Path -> sum over i of mix(bits(x_i), i) modulo 2^32, i the row-major position, for arrays on any mesh.
+
+    A collective: every process calls it with the same global arrays.
+    """
+    paths = [key_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
+    return dict(zip(paths, (int(v) for v in np.asarray(_device_sums(tree))), strict=True))
+
+
+def array_checksum(x: np.ndarray) -> int:
+    """The same sum of one host array, in little memory (for writers that stream)."""
+    bits = np.ascontiguousarray(x).reshape(-1).view(_UINTS[x.dtype.itemsize])
+    total = 0
+    for start in range(0, bits.size, CHUNK):
+        part = bits[start : start + CHUNK].astype(np.uint32)
+        place = np.arange(start, start + part.size, dtype=np.uint64).astype(np.uint32)
+        total += int(_mix(part, place).sum(dtype=np.uint32))
+    return total % 2**32
+
+
+def piece_checksum(x: np.ndarray, start: int) -> int:
+    """What the elements of `x` add to an array's checksum where they lie from flat position `start` on."""
+    bits = np.ascontiguousarray(x).reshape(-1).view(_UINTS[x.dtype.itemsize])
+    return int(_piece_sum(bits, np.uint32(start % 2**32)))
+
+
+@jax.jit
+def _piece_sum(bits: jax.Array, start: jax.Array) -> jax.Array:
+    place = start + jax.lax.iota(jnp.uint32, bits.size)
+    return jnp.sum(_mix(bits.astype(jnp.uint32), place), dtype=jnp.uint32)
+
+
+def _mix(bits, place):
+    """uint32 hash of a value and its position: a multiplication for the position, then MurmurHash3's finaliser."""
+    h = bits ^ (place * np.uint32(0x9E3779B1))
+    h = (h ^ (h >> np.uint32(16))) * np.uint32(0x85EBCA6B)
+    h = (h ^ (h >> np.uint32(13))) * np.uint32(0xC2B2AE35)
+    return h ^ (h >> np.uint32(16))
+
+
+def key_name(path) -> str:
+    """A leaf's place in its tree as `params/embed/weight`."""
+    return jax.tree_util.keystr(path, simple=True, separator="/")
+
+
+@jax.jit
+def _device_sums(tree) -> jax.Array:
+    return jnp.stack([_device_sum(x) for x in jax.tree.leaves(tree)])
+
+
+def _device_sum(x: jax.Array) -> jax.Array:
+    bits = jax.lax.bitcast_convert_type(x, _UINTS[x.dtype.itemsize]).astype(jnp.uint32)
+    place = jnp.zeros(x.shape, jnp.uint32)
+    for axis in range(x.ndim):
+        stride = np.uint32(math.prod(x.shape[axis + 1 :]) % 2**32)
+        place += jax.lax.broadcasted_iota(jnp.uint32, x.shape, axis) * stride
+    return jnp.sum(_mix(bits, place), dtype=jnp.uint32)

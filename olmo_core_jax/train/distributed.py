@@ -1,0 +1,83 @@
+"""Several processes, one job: started before JAX is asked for its devices, and every process says who it is."""
+
+import logging
+import os
+import socket
+import time
+from collections.abc import Mapping
+
+import jax
+
+from olmo_core_jax.errors import UserError
+from olmo_core_jax.topology import Distributed, Topology, process_id
+
+log = logging.getLogger(__name__)
+
+
+def initialize(topology: Topology) -> None:
+    """Joins the other processes where there are any. Call it before anything that touches jax.devices().
+
+    Raises UserError where the coordinator is not there within topology.distributed.wait_seconds.
+    """
+    arguments = cluster_arguments(topology)
+    if arguments is None:
+        return
+    # A process learns of a SIGTERM by itself and tells the others in the loop; JAX's own service would take the signal.
+    jax.config.update("jax_enable_preemption_service", False)
+    wait = topology.distributed.wait_seconds
+    if "coordinator_address" in arguments:
+        _await_name(arguments["coordinator_address"], wait)
+    try:
+        jax.distributed.initialize(**arguments, initialization_timeout=wait)
+    except RuntimeError as e:
+        where = arguments.get("coordinator_address", "the coordinator that the environment names")
+        raise UserError(f"no contact with {where} within {wait} s: {e}") from None
+
+
+def cluster_arguments(topology: Topology, env: Mapping[str, str] = os.environ) -> dict | None:
+    """What jax.distributed.initialize is called with; None for one process alone."""
+    d = topology.distributed
+    if d.mode == "off":
+        return None
+    if d.mode == "explicit":
+        _require(d)
+        return {
+            "coordinator_address": d.coordinator,
+            "num_processes": d.num_processes,
+            "process_id": process_id(topology, env),
+        }
+    # GKE injects these for a TPU slice and JAX reads them itself; one host alone needs no coordinator.
+    hosts = env.get("TPU_PROCESS_ADDRESSES") or env.get("TPU_WORKER_HOSTNAMES", "")
+    slices = int(env.get("MEGASCALE_NUM_SLICES", "1"))
+    if topology.platform == "cpu" or len(hosts.split(",")) * slices < 2:
+        return None
+    return {}
+
+
+def describe() -> str:
+    """Who this process is among all, and what it can use."""
+    kinds = sorted({d.device_kind for d in jax.local_devices()})
+    return (
+        f"process {jax.process_index()} of {jax.process_count()} on {socket.gethostname()} (pid {os.getpid()}): "
+        f"{jax.local_device_count()} of {jax.device_count()} devices, {', '.join(kinds)}, jax {jax.__version__}"
+    )
+
+
+def _require(d: Distributed) -> None:
+    for field in ("coordinator", "num_processes"):
+        if getattr(d, field) is None:
+            raise UserError(f"topology.distributed.{field} is needed with mode explicit")
+
+
+def _await_name(address: str, seconds: float) -> None:
+    """Waits until the coordinator's name resolves: pods start in any order."""
+    host = address.rpartition(":")[0]
+    deadline = time.monotonic() + seconds
+    while True:
+        try:
+            socket.getaddrinfo(host, None)
+            return
+        except socket.gaierror as e:
+            if time.monotonic() > deadline:
+                raise UserError(f"host {host} cannot be resolved after {seconds} s: {e}") from None
+            time.sleep(1)
