@@ -28,7 +28,9 @@ class Reproduce(FlowSpec):
 
     recipe = Parameter("recipe", default="laptop", help="name of a shipped recipe, or a YAML file")
     output = Parameter(
-        "output", default="", help="run root: a folder or gs:// URI (default: runs/<recipe>-<run id>)"
+        "output",
+        default="",
+        help="run root: a folder or gs:// URI (default: runs/<recipe>-<run id>)",
     )
 
     @step

@@ -95,7 +95,9 @@ def safer_arguments(flow: str, argv: list[str]) -> list[str]:
     if "--run-id" in argv[:-1]:
         wanted = argv[argv.index("--run-id") + 1]
         if wanted in _local_runs(flow):
-            raise UserError(f"--run-id {wanted} exists already: leave the option out, or name a new one")
+            raise UserError(
+                f"--run-id {wanted} exists already: leave the option out, or name a new one"
+            )
     if "resume" in argv and not any(a.startswith("--origin-run-id") for a in argv):
         runs = _local_runs(flow)
         if runs and not {"-h", "--help"} & set(argv):

@@ -55,7 +55,9 @@ def train(recipe: str, run_root: str, stage: str) -> Job:
 
 
 def evaluate_landmark(recipe: str, run_root: str, step: int) -> Job:
-    return Job("evaluate", f"eval_landmarks/{step}", recipe, run_root, ("--stage=stage1", f"--step={step}"))
+    return Job(
+        "evaluate", f"eval_landmarks/{step}", recipe, run_root, ("--stage=stage1", f"--step={step}")
+    )
 
 
 def warm_adam(recipe: str, run_root: str) -> Job:

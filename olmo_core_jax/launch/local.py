@@ -35,7 +35,9 @@ def run(job: Job, profile: Profile, tick: Tick) -> StageResult:
             print(f"{job.folder}: preempted; starting again from its last checkpoint")
         elif _may_retry(code) and crashes < profile.max_restarts:
             crashes += 1
-            print(f"{job.folder}: {describe(code)}; starting again ({crashes} of {profile.max_restarts})")
+            print(
+                f"{job.folder}: {describe(code)}; starting again ({crashes} of {profile.max_restarts})"
+            )
         else:
             raise JobFailed(f"{job.folder} ended with {describe(code)}; log: {log}\n{tail}", code)
 
@@ -101,7 +103,9 @@ def _stop(child: subprocess.Popen) -> None:
 def _log_file(job: Job) -> Path:
     """The job's log: in its folder, or (run root in a bucket) in a local folder of the same name."""
     if storage.is_remote(job.run_root):
-        folder = Path("runs", "logs", job.run_root.removeprefix("gs://").replace("/", "_"), job.folder)
+        folder = Path(
+            "runs", "logs", job.run_root.removeprefix("gs://").replace("/", "_"), job.folder
+        )
     else:
         folder = Path(job.run_root, job.folder)
     try:
@@ -109,7 +113,9 @@ def _log_file(job: Job) -> Path:
         with open(folder / "log.txt", "ab"):
             pass
     except OSError as e:
-        raise errors.UserError(f"{folder} cannot be written ({e.strerror}): choose a writable output folder") from None
+        raise errors.UserError(
+            f"{folder} cannot be written ({e.strerror}): choose a writable output folder"
+        ) from None
     return folder / "log.txt"
 
 

@@ -25,6 +25,14 @@ def load_recipe(name_or_path: str) -> Recipe:
     Raises UserError that names the file and the field.
     """
     where = recipe_location(name_or_path)
+    folder = where.rpartition("/")[0] or "."
+    if not storage.is_remote(where):
+        folder = str(Path(folder).resolve())
+    return parse_recipe(_read(where), where, folder)
+
+
+def _read(where: str) -> dict:
+    """A recipe file's content over that of the recipe it `extends`, which has to be in the same folder."""
     try:
         raw = yaml.safe_load(storage.read_text(where))
     except (OSError, UnicodeDecodeError) as e:
@@ -35,10 +43,26 @@ def load_recipe(name_or_path: str) -> Recipe:
         raise UserError(
             f"recipe {where}: a mapping of sections is expected, not {type(raw).__name__}"
         )
-    folder = where.rpartition("/")[0] or "."
-    return parse_recipe(
-        raw, where, folder if storage.is_remote(where) else str(Path(folder).resolve())
+    base = raw.pop("extends", None)
+    if base is None:
+        return raw
+    if not isinstance(base, str) or "/" in base:
+        raise UserError(f"recipe {where}: extends names a recipe in the same folder, not {base!r}")
+    return _merge(
+        _read(recipe_location(storage.join(where.rpartition("/")[0] or ".", f"{base}.yaml"))), raw
     )
+
+
+def _merge(base: dict, over: dict) -> dict:
+    """over's values in base's places; sections of both are merged, except where `kind` says they differ in kind."""
+    merged = dict(base)
+    for key, value in over.items():
+        mine = merged.get(key)
+        if isinstance(mine, dict) and isinstance(value, dict) and "kind" not in value:
+            merged[key] = _merge(mine, value)
+        else:
+            merged[key] = value
+    return merged
 
 
 def recipe_location(name_or_path: str) -> str:

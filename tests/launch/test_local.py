@@ -128,7 +128,9 @@ def _alive(pid):
 def test_profiles_are_read_from_the_environment_and_validated(tmp_path, monkeypatch):
     assert load_profile().backend == "local"
     path = tmp_path / "two.yaml"
-    path.write_text("topology: {platform: cpu, host_devices: 2}\ntopologies: {eval_landmarks: {}}\n")
+    path.write_text(
+        "topology: {platform: cpu, host_devices: 2}\ntopologies: {eval_landmarks: {}}\n"
+    )
     monkeypatch.setenv("OLMO_LAUNCH", str(path))
     profile = load_profile()
     assert profile.name == "two" and profile.topology_of("stage1_train").host_devices == 2

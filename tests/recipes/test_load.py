@@ -98,3 +98,35 @@ def test_published_step_counts():
     seven = recipes.load_recipe("olmo3_7b")
     assert (seven.stage1.total_steps, seven.stage1.last_step) == (1_668_931, 1_413_814)
     assert seven.stage2.total_steps == 47_684
+
+
+def test_extended_recipes_change_only_what_they_say(tmp_path, laptop):
+    write(tmp_path, laptop)
+    (tmp_path / "child.yaml").write_text(
+        "extends: mine\nname: child\nstage1: {data: {seed: 7}, schedule: {kind: linear, peak: 0.5}}\n"
+    )
+    child, parent = (recipes.load_recipe(str(tmp_path / f"{n}.yaml")) for n in ("child", "mine"))
+    assert child.stage1.data == parent.stage1.data.model_copy(update={"seed": 7})
+    assert (child.stage1.schedule.kind, child.stage1.schedule.peak) == ("linear", 0.5)
+    assert child.stage2 == parent.stage2
+
+
+OLMO_CORE = {
+    "olmo3_190m": "olmo3_190M",
+    "olmo3_1b": "olmo3_1B",
+    "olmo3_7b": "olmo3_7B",
+    "olmo3_32b": "olmo3_32B",
+}
+
+
+@pytest.mark.reference
+@pytest.mark.parametrize("name", OLMO_CORE)
+def test_shapes_have_olmo_cores_parameter_counts(name):
+    config = pytest.importorskip("olmo_core.nn.transformer").TransformerConfig
+    model = recipes.load_recipe(name).model
+    theirs = getattr(config, OLMO_CORE[name])(vocab_size=model.padded_vocab_size)
+    assert model.n_params == theirs.num_params
+
+
+def test_parameters_of_7b():
+    assert recipes.load_recipe("olmo3_7b").model.n_params == 7_298_617_344
