@@ -51,6 +51,44 @@ def recipes() -> None:
         typer.echo(f"{name:16s} {load_recipe(name).description}")
 
 
+@app.command()
+def plan(
+    recipe: RecipeName,
+    hardware: Annotated[str | None, typer.Option(help="a shape, such as v5p-256")] = None,
+    mfu: Annotated[float, typer.Option(help="model FLOPs utilisation to assume")] = 0.4,
+    price: Annotated[float | None, typer.Option(help="of one chip-hour")] = None,
+    as_json: Annotated[bool, typer.Option("--json")] = False,
+) -> None:
+    """What a recipe will take: updates, learning rates, days, chip-hours, cost, disk."""
+    from dataclasses import asdict
+
+    from olmo_core_jax import plan as planning
+    from olmo_core_jax.recipes import load_recipe
+
+    loaded = load_recipe(recipe)
+    stages = planning.plan(loaded, hardware, mfu, price)
+    if as_json:
+        show([asdict(s) for s in stages], True)
+    else:
+        show(planning.describe(loaded, stages, hardware, mfu), False)
+
+
+@app.command(name="hardware")
+def list_hardware() -> None:
+    """Every node shape that jobs can run on."""
+    from olmo_core_jax.launch.hardware import all_shapes
+
+    typer.echo(
+        f"{'shape':20s} {'hosts':>5s} {'chips':>5s} {'devices':>7s} {'GiB/device':>10s} {'PFLOP/s':>8s}  machine"
+    )
+    for s in all_shapes():
+        memory = f"{s.chip.memory_per_device_gib:.0f}" if s.chip else "-"
+        peak = f"{s.chips * s.chip.peak_bf16 / 1e15:.1f}" if s.chip else "-"
+        typer.echo(
+            f"{s.name:20s} {s.hosts:5d} {s.chips:5d} {s.devices:7d} {memory:>10s} {peak:>8s}  {s.machine}"
+        )
+
+
 def show(value, as_json: bool) -> None:
     """Prints a result for people (its own text) or for programs."""
     typer.echo(json.dumps(value, indent=1, default=str) if as_json else str(value))

@@ -1,0 +1,140 @@
+"""What a recipe will take: updates, tokens, learning rates, days, chip-hours, money and disk. Arithmetic only, no JAX.
+
+Time is FLOPs / (chips * peak * MFU): an estimate as good as the MFU that is put in. train/flops.py says what is counted.
+"""
+
+from dataclasses import asdict, dataclass
+
+from olmo_core_jax.errors import UserError
+from olmo_core_jax.launch import hardware
+from olmo_core_jax.optim.schedules import check_schedule, joins, learning_rate
+from olmo_core_jax.recipes.schema import TRAINING_STAGES, Recipe, Stage
+from olmo_core_jax.train.flops import training_flops
+
+BYTES = {"float32": 4, "bfloat16": 2}
+GIB = 2**30
+
+
+@dataclass(frozen=True)
+class StagePlan:
+    """One stage. days, chip_hours and cost are None without a hardware shape (cost: without a price)."""
+
+    stage: str
+    updates: int
+    schedule_updates: int
+    tokens: int
+    instances: int
+    flops: float
+    days: float | None
+    chip_hours: float | None
+    cost: float | None
+    checkpoint_gib: float
+    kept_checkpoints: int
+    kept_gib: float
+    learning_rates: dict[int, float]
+    joins: list[dict]
+
+
+def plan(
+    recipe: Recipe, shape: str | None = None, mfu: float = 0.4, price: float | None = None
+) -> list[StagePlan]:
+    """A plan for each training stage. price: of one chip-hour, in any currency. Raises UserError for a bad schedule."""
+    if not 0 < mfu <= 1:
+        raise UserError(f"--mfu {mfu}: a fraction between 0 and 1 is meant, such as 0.4")
+    return [
+        _plan_stage(recipe, name, stage, shape, mfu, price)
+        for name in TRAINING_STAGES
+        if (stage := getattr(recipe, name)) is not None
+    ]
+
+
+def _plan_stage(recipe: Recipe, name: str, stage: Stage, shape, mfu, price) -> StagePlan:
+    check_schedule(stage, name)
+    tokens = stage.last_step * stage.batch_tokens
+    flops = tokens * training_flops(recipe.model, stage.data.sequence_length)
+    hours = chip_hours = None
+    if shape:
+        found = hardware.shape(shape)
+        if found.chip is None:
+            raise UserError(f"--hardware {shape} has no chip with a known peak rate")
+        hours = flops / (found.chips * found.chip.peak_bf16 * mfu) / 3600
+        chip_hours = hours * found.chips
+    size = checkpoint_bytes(recipe) / GIB
+    kept = len({*stage.checkpoints.landmarks, stage.last_step}) + stage.checkpoints.keep
+    return StagePlan(
+        stage=name,
+        updates=stage.last_step,
+        schedule_updates=stage.total_steps,
+        tokens=tokens,
+        instances=stage.last_step * stage.batch_instances,
+        flops=flops,
+        days=hours and hours / 24,
+        chip_hours=chip_hours,
+        cost=chip_hours * price if chip_hours and price else None,
+        checkpoint_gib=size,
+        kept_checkpoints=kept,
+        kept_gib=kept * size,
+        learning_rates={s: learning_rate(stage, s) for s in _telling_steps(stage)},
+        joins=[asdict(j) | {"jump": j.jump} for j in joins(stage)],
+    )
+
+
+def checkpoint_bytes(recipe: Recipe) -> int:
+    """Weights and both moments in their own dtypes."""
+    p = recipe.precision
+    return recipe.model.n_params * (BYTES[p.params] + 2 * BYTES[p.moments])
+
+
+def _telling_steps(stage: Stage) -> list[int]:
+    """Updates whose learning rate says most: first, end of warm-up, quarters, both sides of joins, the last."""
+    last = stage.last_step
+    steps = {
+        1,
+        getattr(stage.schedule, "warmup", 1),
+        last // 4,
+        last // 2,
+        3 * last // 4,
+        last - 1,
+        last,
+    }
+    for join in joins(stage):
+        steps |= {join.step, join.step + 1}
+    return sorted(s for s in steps if 1 <= s <= last)
+
+
+def describe(recipe: Recipe, stages: list[StagePlan], shape: str | None, mfu: float) -> str:
+    """The plan as text."""
+    lines = [f"{recipe.name}: {recipe.model.n_params:,} parameters"]
+    for p in stages:
+        lines += [
+            "",
+            f"{p.stage}: {p.updates:,} updates (schedule of {p.schedule_updates:,}), {p.tokens:,} tokens, "
+            f"{p.instances:,} instances, {p.flops:.3e} FLOPs",
+        ]
+        if p.days is not None and p.chip_hours is not None:
+            cost = f", cost {p.cost:,.0f}" if p.cost is not None else ""
+            lines.append(
+                f"  on {shape} at {mfu:.0%} MFU: {p.days:,.2f} days, {p.chip_hours:,.0f} chip-hours{cost}"
+            )
+        lines += [
+            f"  a checkpoint {p.checkpoint_gib:,.2f} GiB, {p.kept_checkpoints} kept: {p.kept_gib:,.1f} GiB",
+            "  learning rate: "
+            + ", ".join(f"{s:,}: {lr:.9g}" for s, lr in p.learning_rates.items()),
+        ]
+        lines += [
+            f"  join after {j['step']:,}: {j['before']:.9g} -> {j['after']:.9g} ({j['jump']:+.2e} relative)"
+            for j in p.joins
+        ]
+        if 0.0 in p.learning_rates.values():
+            lines.append("  the last update has a learning rate of exactly 0: it changes no weight")
+    first, last = stages[0], stages[-1]
+    if first is not last:
+        before, after = (
+            list(first.learning_rates.values())[-1],
+            list(last.learning_rates.values())[0],
+        )
+        lines += [
+            "",
+            f"{last.stage} starts at {after / before:.2f} times {first.stage}'s last learning rate",
+        ]
+    return "\n".join(lines)
