@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 
 from olmo_core_jax.data import shards
+from olmo_core_jax.data.eos import missing_eos
 from olmo_core_jax.data.index import Index, Shard, check_cut, default_dtype, instances_in
 from olmo_core_jax.data.mix import load_mix
 from olmo_core_jax.data.problems import refuse
@@ -31,11 +32,12 @@ def build_index(data: schema.Data, tokenizer: schema.Tokenizer, vocab_size: int)
     known = [size for size in sizes if size is not None]
     samples = shards.sample(data.base, [s.path for s in sources], known)
     starts = _starts(samples, data.mix)
-    refuse(
-        f"mix {data.mix}",
-        shards.faults(samples, dtype, vocab_size),
-        "restore the files, or correct data.dtype",
-    )
+    faults = shards.faults(samples, dtype, vocab_size)
+    refuse(f"mix {data.mix}", faults, "restore the files, or correct data.dtype")
+    if data.check_eos:
+        faults = missing_eos(data.base, samples, dtype, tokenizer.eos_id)
+        remedy = "correct the tokenizer's eos_id, or set data.check_eos to false"
+        refuse(f"mix {data.mix}", faults, remedy)
     cut = (shards.itemsize(dtype), data.sequence_length, data.max_target_sequence_length)
     index = Index(
         base=data.base,

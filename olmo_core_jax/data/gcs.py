@@ -3,8 +3,10 @@ when it may help.
 """
 
 import functools
+from typing import Any
 
 import requests
+from requests.adapters import HTTPAdapter
 
 from olmo_core_jax.data import readers
 from olmo_core_jax.errors import UserError
@@ -22,13 +24,11 @@ class GcsReader:
         blob = _client().bucket(bucket).blob(key)
 
         def attempt() -> bytes:
+            # Tries are counted and bounded in one place, readers.repeat; a range has no checksum.
+            options: dict[str, Any] = {"retry": None, "checksum": None, "raw_download": True}
+            end = offset + length - 1
             return blob.download_as_bytes(
-                start=offset,
-                end=offset + length - 1,
-                raw_download=True,
-                checksum=None,
-                retry=None,  # tries are counted and bounded in one place, readers.repeat
-                timeout=readers.TRY_SECONDS,
+                start=offset, end=end, timeout=int(readers.TRY_SECONDS), **options
             )
 
         return readers.retried(uri, offset, length, attempt, _passing)
@@ -53,9 +53,7 @@ def _client():
     except ImportError:
         raise UserError("gs:// needs the extra: pip install 'olmo-core-jax[gcs]'") from None
     client = storage.Client()
-    adapter = requests.adapters.HTTPAdapter(
-        pool_connections=4, pool_maxsize=readers.CONNECTIONS, pool_block=True
-    )
+    adapter = HTTPAdapter(pool_connections=4, pool_maxsize=readers.CONNECTIONS, pool_block=True)
     client._http.mount("https://", adapter)
     client._http.mount("http://", adapter)
     return client

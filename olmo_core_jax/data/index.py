@@ -90,7 +90,10 @@ class Index:
         shard = self.shards[file]
         within = instance - (int(self.ends[file]) - shard.instances)
         offset = shard.start + within * self.sequence_length * self.itemsize
-        return Place(instance, file, shard.label, storage.join(self.base, shard.path), offset)
+        return Place(instance, file, shard.label, self.uri(shard), offset)
+
+    def uri(self, shard: Shard) -> str:
+        return storage.join(self.base, shard.path)
 
     @functools.cached_property
     def fingerprint(self) -> str:

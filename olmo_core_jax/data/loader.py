@@ -17,6 +17,7 @@ from olmo_core_jax.data.index import Index
 from olmo_core_jax.data.order import Order
 from olmo_core_jax.data.read_batch import BatchReader
 from olmo_core_jax.data.repetition import RepetitionFilter
+from olmo_core_jax.data.resume import data_state
 from olmo_core_jax.errors import UserError
 
 PREFETCHED = 4
@@ -108,18 +109,8 @@ class Loader:
                 f"Grain's iterator stands at update {self._first_step + delivered}, "
                 f"the loader at {self.step}"
             )
-        epoch, row = self.order.locate(self.step)
-        return {
-            "fingerprint": self.index.fingerprint,
-            "olmo_core_fingerprint": self.index.olmo_core_fingerprint,
-            "seed": self.order.shuffle.seed,
-            "chunk": self.order.shuffle.chunk,
-            "sequence_length": self.index.sequence_length,
-            "batch_instances": self.order.batch_instances,
-            "next_step": self.step,
-            "epoch": epoch,
-            "batches_processed": row,
-            "iterator": self._first_step - 1 + delivered,
+        return data_state(self.index, self.order, self.step) | {
+            "iterator": self._first_step - 1 + delivered
         }
 
     def close(self) -> None:
