@@ -1,0 +1,1 @@
+"""Ours against the reference: curves, gaps, verdicts, from plain files; for both wings."""

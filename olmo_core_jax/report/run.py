@@ -1,0 +1,69 @@
+"""Everything that a run has written so far; works on unfinished and dead runs too."""
+
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from olmo_core_jax import recipes, storage
+from olmo_core_jax.compare import checks
+from olmo_core_jax.compare.stage import StageComparison, read_stage
+from olmo_core_jax.errors import UserError
+from olmo_core_jax.recipes import Recipe
+from olmo_core_jax.results import STAGES, StageResult, read_result
+
+FINAL = "final_eval"
+LANDMARKS = "eval_landmarks"
+
+
+@dataclass
+class Run:
+    """results: by stage folder; landmarks: by step; stages: those that have a reference."""
+
+    root: str
+    recipe: Recipe
+    results: dict[str, StageResult] = field(default_factory=dict)
+    landmarks: dict[int, StageResult] = field(default_factory=dict)
+    stages: dict[str, StageComparison] = field(default_factory=dict)
+
+    @cached_property
+    def figures(self) -> dict[str, float]:
+        """Numbers of the whole run by name, as far as they are known."""
+        figures: dict[str, float] = {}
+        for comparison in self.stages.values():
+            if comparison.metrics.rows:
+                figures |= comparison.figures()
+        figures |= checks.worst_of([r.figures for r in self.landmarks.values()])
+        return figures | (self.results[FINAL].figures if FINAL in self.results else {})
+
+    @cached_property
+    def verdicts(self) -> list[checks.Verdict]:
+        return checks.verdicts(self.figures, checks.checks_of(self.recipe))
+
+    @property
+    def complete(self) -> bool:
+        return FINAL in self.results
+
+    @property
+    def versions(self) -> dict[str, str]:
+        """Of the stage that ran last."""
+        known = [self.results[s].versions for s in STAGES if s in self.results]
+        return known[-1] if known else {}
+
+
+def read_run(run_root: str) -> Run:
+    """Raises UserError where the folder holds no run."""
+    where = storage.join(run_root, "recipe.yaml")
+    if not storage.exists(where):
+        raise UserError(f"{run_root} holds no run: there is no recipe.yaml")
+    recipe = recipes.load_recipe(where)
+    run = Run(run_root, recipe)
+    found = {name: read_result(run_root, name) for name in STAGES}
+    run.results = {name: result for name, result in found.items() if result}
+    for step in recipe.landmarks():
+        result = read_result(run_root, f"{LANDMARKS}/{step}")
+        if result:
+            run.landmarks[step] = result
+    for name in ("stage1", "stage2"):
+        comparison = read_stage(recipe, run_root, name)
+        if comparison:
+            run.stages[name] = comparison
+    return run
