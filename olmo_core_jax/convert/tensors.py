@@ -1,0 +1,199 @@
+"""Tensors that are read piece by piece: what every format looks like to the code that moves weights.
+
+A source names tensors and reads rows of them. A LazyArray is an array of our tree that is not in memory: it knows
+its shape and dtype and how to read rows of one of its tensors. Nothing here holds more than one piece.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+import ml_dtypes
+import numpy as np
+
+from olmo_core_jax.convert.names import Leaf, put
+from olmo_core_jax.errors import UserError
+
+PIECE_BYTES = 64 * 2**20
+"""Most bytes of one piece: a chunk on disk, and what is in memory at once, times a few."""
+
+LOSSLESS = {
+    "float32": ("float32", "bfloat16", "float16"),
+    "bfloat16": ("bfloat16",),
+    "float16": ("float16",),
+    "float64": ("float64", "float32", "bfloat16", "float16"),
+}
+"""target dtype -> dtypes that it holds exactly."""
+
+
+@dataclass(frozen=True)
+class Spec:
+    """What a tensor is: numpy dtype (ml_dtypes' bfloat16 included) and shape."""
+
+    dtype: np.dtype
+    shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return int(np.prod(self.shape, dtype=np.int64)) * self.dtype.itemsize
+
+    def __str__(self) -> str:
+        return f"{self.dtype.name}{list(self.shape)}"
+
+
+class Source(Protocol):
+    """A checkpoint as named tensors. where: for messages."""
+
+    where: str
+
+    def specs(self) -> Mapping[str, Spec]:
+        """dtype and shape of every tensor, by name."""
+        ...
+
+    def read(self, name: str, start: int, stop: int) -> np.ndarray:
+        """Rows [start, stop) of a tensor in its own dtype; of a 0-d one (start 0, stop 1) the value as [1]."""
+        ...
+
+
+@dataclass(frozen=True)
+class LazyArray:
+    """An array that is read piece by piece.
+
+    read(c, start, stop) gives rows [start, stop) of tensor c, c being 0 where the array is not stacked.
+    """
+
+    shape: tuple[int, ...]
+    dtype: np.dtype
+    stacked: bool
+    read: Callable[[int, int, int], np.ndarray]
+
+    @property
+    def size(self) -> int:
+        return int(np.prod(self.shape, dtype=np.int64))
+
+    @property
+    def nbytes(self) -> int:
+        return self.size * self.dtype.itemsize
+
+    @property
+    def ndim(self) -> int:
+        return len(self.shape)
+
+    @property
+    def tensor_shape(self) -> tuple[int, ...]:
+        return self.shape[1:] if self.stacked else self.shape
+
+    @property
+    def n_tensors(self) -> int:
+        return self.shape[0] if self.stacked else 1
+
+    def chunk_shape(self) -> tuple[int, ...]:
+        """How the array is cut on disk: one cycle, and as many rows as PIECE_BYTES hold."""
+        rows = rows_of_piece(self.tensor_shape, self.dtype)
+        return (*((1,) if self.stacked else ()), rows, *self.tensor_shape[1:])
+
+    def pieces(self) -> Iterator[tuple[int, int, int]]:
+        """(tensor, first row, row after the last) of every piece, in order."""
+        rows, step = self.tensor_shape[0], rows_of_piece(self.tensor_shape, self.dtype)
+        for c in range(self.n_tensors):
+            for start in range(0, rows, step):
+                yield c, start, min(start + step, rows)
+
+    def index(self, c: int, start: int, stop: int) -> tuple:
+        """Where a piece lies in the array."""
+        return (c, slice(start, stop)) if self.stacked else (slice(start, stop),)
+
+    def __array__(self, dtype=None, copy=None) -> np.ndarray:
+        out = np.empty(self.shape, self.dtype)
+        for piece in self.pieces():
+            out[self.index(*piece)] = self.read(*piece)
+        return out if dtype is None else out.astype(dtype)
+
+
+def rows_of_piece(shape: tuple[int, ...], dtype: np.dtype) -> int:
+    """Rows of one piece: the largest divisor of the row count within PIECE_BYTES, where there is a decent one."""
+    row_bytes = int(np.prod(shape[1:], dtype=np.int64)) * dtype.itemsize
+    most = max(1, min(shape[0], PIECE_BYTES // max(row_bytes, 1)))
+    divisor = next(n for n in range(most, 0, -1) if shape[0] % n == 0)
+    return divisor if divisor * 4 >= most else most
+
+
+def numpy_dtype(name: str) -> np.dtype:
+    """The numpy dtype of a name such as bfloat16."""
+    return np.dtype(getattr(ml_dtypes, name, name))
+
+
+def lazy_tree(
+    source: Source,
+    table: list[Leaf],
+    names: Callable[[Leaf], tuple[str, ...]],
+    dtype: str,
+    *,
+    allow_lossy: bool = False,
+) -> dict:
+    """Our tree of LazyArrays over a source's tensors, in `dtype`.
+
+    A vocabulary tensor with fewer rows than ours is followed by rows of zeros. Raises UserError where a tensor is
+    missing, has another shape or a dtype that `dtype` does not hold exactly; when read, where a value is not finite.
+    """
+    tree: dict = {}
+    specs, target = source.specs(), numpy_dtype(dtype)
+    for leaf in table:
+        for name in names(leaf):
+            check_tensor(source, specs, leaf, name, target, allow_lossy)
+        put(
+            tree,
+            leaf.path,
+            LazyArray(leaf.shape, target, leaf.stacked, _reader(source, leaf, names(leaf), target)),
+        )
+    return tree
+
+
+def check_tensor(source, specs, leaf: Leaf, name: str, target: np.dtype, allow_lossy: bool) -> None:
+    """Raises UserError unless a source has this tensor in a fitting shape and dtype."""
+    if name not in specs:
+        raise UserError(f"{source.where}: tensor {name} is missing")
+    spec = specs[name]
+    expected, rows = leaf.tensor_shape, spec.shape[0] if spec.shape else 0
+    fits = spec.shape[1:] == expected[1:] and len(spec.shape) == len(expected)
+    if not fits or not (rows == expected[0] or (leaf.vocabulary and rows <= expected[0])):
+        raise UserError(
+            f"{source.where}: tensor {name} has shape {list(spec.shape)}, the recipe's model has {list(expected)}"
+        )
+    if spec.dtype.name not in LOSSLESS[target.name] and not allow_lossy:
+        raise UserError(
+            f"{source.where}: tensor {name} is {spec.dtype.name}, which {target.name} does not hold exactly; "
+            "set precision.params to its dtype, or say that rounding is meant"
+        )
+
+
+def _reader(source: Source, leaf: Leaf, names: tuple[str, ...], target: np.dtype):
+    specs = source.specs()
+    present = {name: specs[name].shape[0] for name in names}
+
+    def read(c: int, start: int, stop: int) -> np.ndarray:
+        name = names[c]
+        rows = source.read(name, min(start, present[name]), min(stop, present[name]))
+        finite = np.isfinite(rows)
+        if not finite.all():
+            row = start + int(np.argwhere(~finite)[0][0])
+            raise UserError(
+                f"{source.where}: tensor {name} holds a value that is not finite, in row {row}"
+            )
+        rows = rows.astype(target, copy=False)
+        missing = (stop - start) - rows.shape[0]
+        if missing:
+            rows = np.concatenate([rows, np.zeros((missing, *rows.shape[1:]), target)])
+        return rows
+
+    return read
+
+
+def check_nothing_left(source: Source, used: set[str]) -> None:
+    """Raises UserError that names tensors which no part of the model takes."""
+    extra = sorted(set(source.specs()) - used)
+    if extra:
+        more = f" and {len(extra) - 3} more" if len(extra) > 3 else ""
+        raise UserError(
+            f"{source.where}: tensors that no part of the recipe's model takes: {', '.join(extra[:3])}{more}"
+        )
