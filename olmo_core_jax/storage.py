@@ -130,6 +130,27 @@ def write_json(uri: str, value: Any) -> None:
     write_bytes(uri, (json.dumps(value, indent=1, sort_keys=True) + "\n").encode())
 
 
+def append(uri: str, data: bytes) -> None:
+    """Adds bytes to the end of a file that one writer owns, and creates it. Readers see whole appends."""
+    if not is_remote(uri):
+        with open(uri, "ab") as f:
+            f.write(data)
+        return
+    target, piece = _blob(uri), _blob(f"{uri}.piece")
+    generation = read_generation(uri)
+    piece.upload_from_string(data, retry=_retry(), timeout=60)
+    sources = [target, piece] if generation else [piece]
+    target.compose(sources, if_generation_match=generation, retry=_retry(), timeout=60)
+    delete(f"{uri}.piece")
+
+
+def read_generation(uri: str) -> int:
+    """A bucket object's generation; 0 where there is none."""
+    bucket, key = _split(uri)
+    blob = _client().bucket(bucket).get_blob(key, retry=_retry(), timeout=60)
+    return 0 if blob is None else int(blob.generation)
+
+
 def create_exclusive(uri: str, data: bytes) -> bool:
     """Writes a file only if there is none. True: it is ours; False: somebody else's exists."""
     if is_remote(uri):

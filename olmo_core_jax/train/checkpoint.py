@@ -69,6 +69,10 @@ class CheckpointStore:
 
     # -- what is there ------------------------------------------------------------------------------------------------
 
+    def exists(self, step: int) -> bool:
+        """Is there anything of this name, good or not?"""
+        return (epath.Path(self.directory) / str(step)).exists()
+
     def problem(self, step: int) -> str | None:
         """Why the step cannot be used; None for a good one. Reads names and sizes, not arrays."""
         if step in self._unreadable:

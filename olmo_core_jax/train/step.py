@@ -91,7 +91,9 @@ def make_train_step(
             loss["ce"], loss["z"], norm, skipped
         )
 
-    return jax.jit(train_step, donate_argnums=0)
+    # Without this the compiler may choose other shardings for the new state than the old one has: one more compile.
+    shardings = None if mesh is None else (_state_shardings(mesh, model), None)
+    return jax.jit(train_step, donate_argnums=0, out_shardings=shardings)
 
 
 def _micro_loss(
@@ -136,3 +138,9 @@ def _shard(mesh):
     from olmo_core_jax.train.mesh import named_sharding
 
     return partial(named_sharding, mesh)
+
+
+def _state_shardings(mesh, model: Model) -> TrainState:
+    from olmo_core_jax.train.mesh import state_shardings
+
+    return state_shardings(mesh, model)

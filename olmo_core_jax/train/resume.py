@@ -1,0 +1,135 @@
+"""Where a stage begins: its own newest good checkpoint, else the step 0 that the stage before it made.
+
+Nothing of a checkpoint is taken silently: recipe, stage, model and data have to be the ones that
+this run has, or the run is refused with both sides named.
+"""
+
+import logging
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import jax
+from jax.sharding import Mesh
+
+from olmo_core_jax import recipes, storage
+from olmo_core_jax.data.index import Index
+from olmo_core_jax.errors import UserError
+from olmo_core_jax.model.olmo3 import abstract_params, init_params
+from olmo_core_jax.optim.skip_step_adamw import SkipStepAdamWState
+from olmo_core_jax.recipes import Recipe
+from olmo_core_jax.train.checkpoint import CheckpointStore
+from olmo_core_jax.train.mesh import param_shardings, state_shardings
+from olmo_core_jax.train.step import TrainState, init_state
+
+log = logging.getLogger("olmo")
+
+
+class Start(NamedTuple):
+    """What a run goes on from. skipped: updates of this stage that were skipped before."""
+
+    state: TrainState
+    skipped: int = 0
+
+
+def state_tree(state: TrainState) -> dict[str, Any]:
+    """The state as checkpoints hold it: params, mu, nu, count, losses, grad_norms, seen, step."""
+    return {"params": state.params, **state.opt._asdict(), "step": state.step}
+
+
+def from_tree(tree: Mapping[str, Any]) -> TrainState:
+    """The inverse of state_tree."""
+    opt = SkipStepAdamWState(*(tree[field] for field in SkipStepAdamWState._fields))
+    return TrainState(tree["params"], opt, tree["step"])
+
+
+def abstract_state(recipe: Recipe, stage: str, mesh: Mesh) -> TrainState:
+    """The state's shapes, dtypes and shardings; nothing is allocated."""
+    shapes = jax.eval_shape(
+        lambda: init_state(init_params(recipe.model, 0), recipe.stage(stage), recipe.precision)
+    )
+    return _with_shardings(shapes, state_shardings(mesh, recipe.model))
+
+
+def starting_state(
+    recipe: Recipe, stage: str, index: Index, mesh: Mesh, store: CheckpointStore, upstream: str
+) -> Start:
+    """Where to go on from; upstream: the directory whose checkpoint 0 a stage begins with.
+
+    Raises UserError where what is there belongs to something else."""
+    like = state_tree(abstract_state(recipe, stage, mesh))
+    identity = run_identity(recipe, stage, index)
+
+    def accept(step: int, meta: dict) -> None:
+        _require_same(store, step, meta, identity)
+
+    found = store.restore_latest(like, accept)
+    if found is not None:
+        tree, meta = found
+        log.info("resumed from checkpoint %d of %s", meta["step"], store.directory)
+        return Start(from_tree(tree), meta["skipped"])
+    begin = CheckpointStore(upstream)
+    reason = begin.problem(0)
+    if reason is not None:
+        if stage == "stage1" and recipe.weights.hf is None and not begin.exists(0):
+            log.info("begins with our own initialisation, seed %d", recipe.weights.init_seed)
+            return Start(_fresh(recipe, stage, mesh, None))
+        raise UserError(
+            f"{stage} begins with {storage.join(upstream, '0')}, but {reason}: run the stage before it"
+        )
+    _require_same(begin, 0, begin.meta(0), {"recipe": identity["recipe"]})
+    log.info("begins with %s", storage.join(upstream, "0"))
+    if stage == "stage2":
+        return Start(from_tree(begin.restore(0, like)[0]))
+    shapes = _with_shardings(abstract_params(recipe.model), param_shardings(mesh, recipe.model))
+    return Start(_fresh(recipe, stage, mesh, begin.restore_params(0, shapes)[0]))
+
+
+def run_identity(recipe: Recipe, stage: str, index: Index) -> dict[str, Any]:
+    """What a checkpoint has to agree with before anything of it is used."""
+    return {
+        "recipe": recipes.digest(recipe),
+        "stage": stage,
+        "model": recipe.model.model_dump(mode="json"),
+        "precision": recipe.precision.model_dump(mode="json"),
+        "fingerprint": index.fingerprint,
+    }
+
+
+def _require_same(store: CheckpointStore, step: int, meta: dict, identity: dict) -> None:
+    there = {**meta, "fingerprint": meta.get("data", {}).get("fingerprint")}
+    for name, wanted in identity.items():
+        # A checkpoint that says nothing about a point (its arrays are compared anyway) does not contradict it.
+        if there.get(name) is not None and there[name] != wanted:
+            raise UserError(
+                f"checkpoint {storage.join(store.directory, str(step))} is of another {name}: "
+                f"{_differences(there[name], wanted)}. Choose another output folder, or go back"
+            )
+
+
+def _differences(there, here) -> str:
+    if isinstance(there, dict) and isinstance(here, dict):
+        keys = sorted(k for k in there.keys() | here.keys() if there.get(k) != here.get(k))
+        return ", ".join(f"{k} {there.get(k)!r} there, {here.get(k)!r} here" for k in keys)
+    return f"{there} there, {here} here"
+
+
+def _fresh(recipe: Recipe, stage: str, mesh: Mesh, params) -> TrainState:
+    """The state before the first update of a new run, born on its shardings."""
+    section, precision = recipe.stage(stage), recipe.precision
+
+    def build(params=None) -> TrainState:
+        if params is None:
+            params = init_params(recipe.model, recipe.weights.init_seed)
+        return init_state(params, section, precision)
+
+    arguments = () if params is None else (params,)
+    shardings = state_shardings(mesh, recipe.model)
+    return jax.jit(build, out_shardings=shardings)(*arguments)
+
+
+def _with_shardings(shapes, shardings):
+    return jax.tree.map(
+        lambda s, sharding: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=sharding),
+        shapes,
+        shardings,
+    )

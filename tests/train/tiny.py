@@ -1,0 +1,85 @@
+"""A model that trains in seconds, its data, and runs of it: in this process, or as real jobs."""
+
+import argparse
+import json
+from pathlib import Path
+
+import numpy as np
+import yaml
+
+from olmo_core_jax import recipes, storage
+from olmo_core_jax.data.stage_data import build_stage_data
+from olmo_core_jax.jobs.common import Context
+from olmo_core_jax.jobs.signals import StopRequest
+from olmo_core_jax.recipes import Recipe
+from olmo_core_jax.topology import Topology
+
+VOCAB, EOS, PAD, SEQUENCE, BATCH = 64, 63, 62, 32, 8
+
+
+def write_recipe(folder: Path, updates: int = 30, every: int = 10, **stage) -> str:
+    """Writes recipe and data under `folder` and returns the recipe's path. **stage: changes to stage 1."""
+    folder.mkdir(parents=True, exist_ok=True)
+    rng = np.random.default_rng(0)
+    # Words that repeat, so that there is something to learn.
+    words = [rng.integers(0, PAD, 6) for _ in range(20)]
+    for name, count in (("a", 1300), ("b", 900)):
+        tokens = np.concatenate([np.append(words[i], EOS) for i in rng.integers(0, 20, count)])
+        tokens.astype("<u2").tofile(folder / f"{name}.npy")
+    (folder / "mix.txt").write_text("x,a.npy\ny,b.npy\n")
+    section = {
+        "data": {
+            "mix": "mix.txt",
+            "base": ".",
+            "sequence_length": SEQUENCE,
+            "seed": 5,
+            "dtype": "uint16",
+        },
+        "batch_tokens": SEQUENCE * BATCH,
+        "max_tokens": SEQUENCE * BATCH * updates,
+        "epochs": 40,
+        "schedule": {"kind": "cosine", "peak": 3e-3, "warmup": 5},
+        "optimizer": {"skip": {"window": 8}},
+        "checkpoints": {"every": every},
+    }
+    recipe = {
+        "name": "tiny",
+        "model": {
+            "n_layers": 4,
+            "d_model": 16,
+            "n_heads": 2,
+            "n_kv_heads": 2,
+            "head_dim": 8,
+            "mlp_hidden": 32,
+            "vocab_size": VOCAB,
+            "padded_vocab_size": VOCAB,
+            "pattern": [8, 8, 8, -1],
+        },
+        "tokenizer": {"name": "tiny", "eos_id": EOS, "pad_id": PAD},
+        "stage1": section | stage,
+    }
+    path = folder / "tiny.yaml"
+    path.write_text(yaml.safe_dump(recipe))
+    return str(path)
+
+
+def build_index(run_root: str | Path, recipe: Recipe, stage: str = "stage1") -> None:
+    build_stage_data(storage.join(str(run_root), "build_index", stage), recipe, stage)
+
+
+def context(
+    recipe_path: str, run_root: str | Path, topology: Topology | None = None, stage="stage1"
+) -> Context:
+    """What a job's work is given, with a stop request that no signal reaches."""
+    recipe = recipes.load_recipe(recipe_path)
+    if not Path(run_root, "build_index", stage).exists():
+        build_index(run_root, recipe, stage)
+    args = argparse.Namespace(recipe=recipe_path, run_root=str(run_root), stage=stage)
+    folder = storage.join(str(run_root), f"{stage}_train")
+    return Context(recipe, str(run_root), folder, args, topology or Topology(), StopRequest(25))
+
+
+def rows(run_root: str | Path, stage: str = "stage1") -> list[dict]:
+    """All lines of a run's metrics."""
+    text = Path(run_root, f"{stage}_train", "metrics", "metrics.jsonl").read_text()
+    return [json.loads(line) for line in text.splitlines() if line.strip()]
