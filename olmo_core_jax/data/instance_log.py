@@ -15,7 +15,7 @@ from olmo_core_jax.errors import UserError
 
 @dataclass(frozen=True)
 class Line:
-    """digest: of the instance ids; tokens_digest: of the token ids (None where it was not taken)."""
+    """digest: of the instance ids; tokens_digest: of the token ids (None where not taken)."""
 
     step: int
     attempt: int

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import grain
 import numpy as np
 
+from olmo_core_jax.data import worker
 from olmo_core_jax.data.batch import Batch
 from olmo_core_jax.data.index import Index
 from olmo_core_jax.data.order import Order
@@ -139,8 +140,11 @@ def _dataset(source: _Updates, workers: int, prefetch: int):
     if workers == 0:
         return batches
     _parse_absl_flags()
+    # Batches come through pipes: a pod's /dev/shm is 64 MiB, and segments of a killed worker stay.
+    pipes = grain.experimental.DatasetOptions(min_shm_size=1 << 62)
+    batches = grain.experimental.WithOptionsIterDataset(batches, pipes)
     options = grain.MultiprocessingOptions(num_workers=workers, per_worker_buffer_size=2)
-    return batches.mp_prefetch(options)
+    return batches.mp_prefetch(options, worker.begin)
 
 
 def _parse_absl_flags() -> None:

@@ -39,7 +39,7 @@ def documents(rng: np.random.Generator, count: int, dtype: str = "<u2") -> np.nd
 
 @pytest.fixture
 def make_mix(tmp_path) -> Callable[..., Mix]:
-    """make_mix(lengths, dtype): one file a length, two labels, in subfolders named by {TOKENIZER}."""
+    """make_mix(lengths, dtype): a file a length, two labels, in folders named by {TOKENIZER}."""
 
     def make(lengths=(500, 333, 2000, 31, 640), dtype="<u2", name="mix", seed=0) -> Mix:
         rng = np.random.default_rng(seed)
