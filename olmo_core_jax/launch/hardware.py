@@ -66,7 +66,18 @@ class _Family:
 
 # The first topology of a core count is what `FAMILY-CORES` means.
 _SMALL_3D = ("2x2x1", "2x2x2", "2x2x4", "2x4x4")
-_V5P = (*_SMALL_3D, "4x4x4", "4x4x8", "4x4x12", "4x8x8", "4x4x20", "4x8x12", "8x8x8", "8x8x16", "8x16x16")
+_V5P = (
+    *_SMALL_3D,
+    "4x4x4",
+    "4x4x8",
+    "4x4x12",
+    "4x8x8",
+    "4x4x20",
+    "4x8x12",
+    "8x8x8",
+    "8x8x16",
+    "8x16x16",
+)
 _V5P += ("12x16x16", "16x16x16", "16x16x24")
 _V6E = ("1x1", "2x2", "2x4", "4x4", "4x8", "8x8", "8x16", "16x16")
 _7X = ("1x1x1", *_SMALL_3D, "4x4x4", "4x4x8", "4x8x8", "8x8x8", "8x8x16", "8x16x16", "16x16x16")
@@ -112,10 +123,23 @@ def shape(name: str, hosts: int | None = None) -> Shape:
     if name in _GPUS:
         machine, gpus, chip, label, ram, vcpu = _GPUS[name]
         select = ((GPU_LABEL, label),)
-        return Shape(name, "cuda", hosts or 1, gpus, machine, ram, vcpu, chip_named(chip), "nvidia.com/gpu", select)
+        return Shape(
+            name,
+            "cuda",
+            hosts or 1,
+            gpus,
+            machine,
+            ram,
+            vcpu,
+            chip_named(chip),
+            "nvidia.com/gpu",
+            select,
+        )
     if name in _CPUS:
         ram, vcpu = _CPUS[name]
-        return Shape(name, "cpu", hosts or 1, 0, name, ram, vcpu, None, None, ((MACHINE_LABEL, name),))
+        return Shape(
+            name, "cpu", hosts or 1, 0, name, ram, vcpu, None, None, ((MACHINE_LABEL, name),)
+        )
     known = ", ".join([f"{f.prefix}-TOPOLOGY" for f in FAMILIES] + list(_GPUS) + list(_CPUS))
     raise UserError(f"hardware {name!r} is not known; choose one of: {known}")
 
@@ -140,7 +164,19 @@ def _slice(family: _Family, size: str) -> Shape:
     select = ((ACCELERATOR_LABEL, family.label), (TOPOLOGY_LABEL, topology))
     name = f"{family.prefix}-{topology}"
     chip = chip_named(family.chip)
-    return Shape(name, "tpu", chips // per_host, per_host, machine, ram, vcpu, chip, "google.com/tpu", select, topology)
+    return Shape(
+        name,
+        "tpu",
+        chips // per_host,
+        per_host,
+        machine,
+        ram,
+        vcpu,
+        chip,
+        "google.com/tpu",
+        select,
+        topology,
+    )
 
 
 def _topology(family: _Family, size: str) -> str:
@@ -150,13 +186,19 @@ def _topology(family: _Family, size: str) -> str:
             cores.setdefault(math.prod(map(int, t.split("x"))) * family.cores_per_chip, t)
         if int(size) in cores:
             return cores[int(size)]
-        raise UserError(f"{family.prefix}-{size}: no slice has {size} cores; sizes are {', '.join(map(str, sorted(cores)))}")
+        raise UserError(
+            f"{family.prefix}-{size}: no slice has {size} cores; sizes are {', '.join(map(str, sorted(cores)))}"
+        )
     if size in family.topologies or _is_large_torus(family, size):
         return size
     shown = ", ".join(family.topologies)
     raise UserError(
         f"{family.prefix}-{size}: not a topology of this TPU; customary ones are {shown}"
-        + ("; larger ones have dimensions that are multiples of 4 and do not decrease" if family.max_cubes else "")
+        + (
+            "; larger ones have dimensions that are multiples of 4 and do not decrease"
+            if family.max_cubes
+            else ""
+        )
     )
 
 

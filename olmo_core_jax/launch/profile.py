@@ -8,16 +8,21 @@ from pathlib import Path
 from typing import Literal
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from olmo_core_jax.errors import UserError
+from olmo_core_jax.launch.gke_profile import GKE
 from olmo_core_jax.topology import Topology
 
 ENVIRONMENT = "OLMO_LAUNCH"
 
 
 class Profile(BaseModel):
-    """topology: for every stage; topologies: for single stages instead, by folder name (`stage1_train`)."""
+    """topology: for every stage; topologies: for single stages instead, by folder name (`stage1_train`).
+
+    gke: the same for the gke backend; gke_stages: fields of it that differ for single stages, such as a CPU shape for
+    `build_index`.
+    """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -25,12 +30,30 @@ class Profile(BaseModel):
     backend: Literal["local", "gke"] = "local"
     topology: Topology = Topology(platform="cpu")
     topologies: dict[str, Topology] = {}
-    max_restarts: int = Field(2, ge=0, description="new starts after crashes; preemptions are not counted")
-    gke: dict | None = Field(None, description="the section of the gke backend")
+    max_restarts: int = Field(
+        2, ge=0, description="new starts after crashes; preemptions are not counted"
+    )
+    gke: GKE | None = Field(None, description="the section of the gke backend")
+    gke_stages: dict[str, dict] = {}
+
+    @model_validator(mode="after")
+    def _backend_is_described(self):
+        if self.backend == "gke" and self.gke is None:
+            raise ValueError("backend gke needs a `gke` section")
+        for folder in self.gke_stages:
+            self.gke_of(folder)
+        return self
 
     def topology_of(self, folder: str) -> Topology:
         """The topology of a stage folder (`eval_landmarks/100` is looked up as `eval_landmarks`)."""
         return self.topologies.get(folder.partition("/")[0], self.topology)
+
+    def gke_of(self, folder: str) -> GKE:
+        """The gke section of a stage folder, validated as a whole."""
+        if self.gke is None:
+            raise UserError(f"launch profile {self.name} has no gke section")
+        changes = self.gke_stages.get(folder.partition("/")[0], {})
+        return GKE.model_validate(self.gke.model_dump(exclude_unset=True) | changes)
 
 
 def load_profile(path: str | None = None) -> Profile:
@@ -39,7 +62,12 @@ def load_profile(path: str | None = None) -> Profile:
     if not path:
         return Profile()
     try:
-        return Profile.model_validate({"name": Path(path).stem} | (yaml.safe_load(Path(path).read_text()) or {}))
+        raw = {"name": Path(path).stem} | (yaml.safe_load(Path(path).read_text()) or {})
+        if (
+            raw.get("backend") == "gke"
+        ):  # the platform follows from the shape, not from this machine
+            raw = {"topology": {}} | raw
+        return Profile.model_validate(raw)
     except (OSError, yaml.YAMLError, TypeError) as e:
         raise UserError(f"launch profile {path} cannot be read: {e}") from None
     except ValidationError as e:

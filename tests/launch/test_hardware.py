@@ -26,7 +26,13 @@ SLICES = {
 def test_slice(name):
     topology, hosts, chips, devices, machine, gib, tflops = SLICES[name]
     found = shape(name)
-    assert (found.topology, found.hosts, found.chips, found.devices, found.machine) == (topology, hosts, chips, devices, machine)
+    assert (found.topology, found.hosts, found.chips, found.devices, found.machine) == (
+        topology,
+        hosts,
+        chips,
+        devices,
+        machine,
+    )
     assert found.chip.memory_per_device_gib == gib
     assert found.chip.peak_per_device == tflops * 1e12
     assert shape(f"{name.split('-')[0]}-{topology}") == found
@@ -45,7 +51,20 @@ def test_other_tori_are_accepted(name):
     assert shape(name).chips == shape(name).hosts * 4
 
 
-@pytest.mark.parametrize("name", ["v5p-8x4x4", "v5p-3x4x4", "v5p-4x4x564", "tpu7x-2x2x3", "v6e-32x32", "v5p-7", "v4-8", "tpu7x", "v5p-0x4x4"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "v5p-8x4x4",
+        "v5p-3x4x4",
+        "v5p-4x4x564",
+        "tpu7x-2x2x3",
+        "v6e-32x32",
+        "v5p-7",
+        "v4-8",
+        "tpu7x",
+        "v5p-0x4x4",
+    ],
+)
 def test_impossible_shapes_are_refused(name):
     with pytest.raises(UserError, match=r"choose|customary|sizes are"):
         shape(name)
@@ -67,7 +86,9 @@ PEAKS = {
 
 
 def test_peaks_are_the_published_dense_figures():
-    assert {kind: peak_flops(kind) for kind in PEAKS} == {kind: t * 1e12 for kind, t in PEAKS.items()}
+    assert {kind: peak_flops(kind) for kind in PEAKS} == {
+        kind: t * 1e12 for kind, t in PEAKS.items()
+    }
     assert len({chip.name for chip in CHIPS}) == len(CHIPS)
 
 

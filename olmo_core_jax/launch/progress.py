@@ -1,0 +1,50 @@
+"""How far a stage has come, as its files under the run root say. No JAX; unreadable storage is never taken for step 0."""
+
+from datetime import UTC, datetime
+from typing import Any
+
+from olmo_core_jax import storage
+from olmo_core_jax.launch.job import Job
+from olmo_core_jax.results import read_result
+
+LAUNCHES = "launches"
+
+
+def newest_step(job: Job) -> int | None:
+    """The newest checkpoint's step; None where the stage has none (or keeps none)."""
+    names = [
+        e.name
+        for e in storage.list_dir(storage.join(job.run_root, job.folder, "checkpoints"))
+        if e.is_dir
+    ]
+    steps = [int(name) for name in names if name.isdigit()]
+    return max(steps, default=None)
+
+
+def is_finished(job: Job) -> bool:
+    """Is the stage's validated result there? Raises UserError where the file is something else."""
+    return read_result(job.run_root, job.folder) is not None
+
+
+def record_launch(job: Job, jobset: dict[str, Any], facts: dict[str, Any]) -> None:
+    """Keeps what a submission ran on, once: <stage>/launches/<creation>.<uid>.json. The cards' segments come from it."""
+    meta = jobset["metadata"]
+    stamp = meta["creationTimestamp"].replace("-", "").replace(":", "")
+    uri = storage.join(job.run_root, job.folder, LAUNCHES, f"{stamp}.{meta['uid'][:8]}.json")
+    if not storage.exists(uri):
+        seen = {
+            "recorded": datetime.now(UTC).isoformat(timespec="seconds"),
+            "uid": meta["uid"],
+            "jobset": meta["name"],
+        }
+        storage.write_json(uri, seen | facts)
+
+
+def launches(run_root: str, folder: str) -> list[dict[str, Any]]:
+    """All submissions of a stage, oldest first."""
+    where = storage.join(run_root, folder, LAUNCHES)
+    return [
+        storage.read_json(storage.join(where, e.name))
+        for e in storage.list_dir(where)
+        if e.name.endswith(".json")
+    ]
