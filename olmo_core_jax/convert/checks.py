@@ -1,4 +1,6 @@
-"""Parity checks of the conversion job: against stored logits, and against transformers where it is installed."""
+"""Parity checks of the conversion job: against stored logits, and against transformers where it
+is installed.
+"""
 
 import importlib.util
 import logging
@@ -17,7 +19,9 @@ SMALL_BYTES = 2 * 2**30  # a second framework's copy of the model may take this 
 
 
 def load_reference(uri: str, cfg: Model) -> tuple[np.ndarray, np.ndarray]:
-    """(tokens [B, S], fp32 logits [B, S, V]) of a parity file. Raises UserError where it is not one."""
+    """(tokens [B, S], fp32 logits [B, S, V]) of a parity file. Raises UserError where it is not
+    one.
+    """
     try:
         if storage.is_remote(uri):
             import io
@@ -40,7 +44,9 @@ def load_reference(uri: str, cfg: Model) -> tuple[np.ndarray, np.ndarray]:
 
 
 def check_stored_logits(checkpoint: str, cfg: Model, uri: str) -> parity.LogitGap:
-    """Our fp32 logits on a checkpoint against stored ones. Raises UserError where they are not the same function."""
+    """Our fp32 logits on a checkpoint against stored ones. Raises UserError where they are not
+    the same function.
+    """
     tokens_BS, logits_BSV = load_reference(uri, cfg)
     ours = sides.logits_ours(checkpoint, tokens_BS, "float32")
     gap = parity.compare_logits(ours, logits_BSV)
@@ -56,7 +62,9 @@ def check_stored_logits(checkpoint: str, cfg: Model, uri: str) -> parity.LogitGa
 def check_transformers(
     checkpoint: str, folder: str, tokens_BS: np.ndarray
 ) -> parity.Verdict | None:
-    """Our model against transformers' on the source, part by part; None where it is not installed or too large."""
+    """Our model against transformers' on the source, part by part; None where it is not installed
+    or too large.
+    """
     if storage.is_remote(folder) or not all(
         importlib.util.find_spec(m) for m in ("torch", "transformers")
     ):

@@ -1,4 +1,6 @@
-"""Where weights come from: a folder, a bucket, or the hub at a revision, brought here whole or not at all."""
+"""Where weights come from: a folder, a bucket, or the hub at a revision, brought here whole or
+not at all.
+"""
 
 import logging
 from pathlib import Path
@@ -16,7 +18,8 @@ SMALL_BYTES = 2**20
 
 
 def local_weights(weights: Weights, cache: str) -> str:
-    """Folder or URI of a recipe's step-0 weights; what is on the hub is downloaded under `cache` first.
+    """Folder or URI of a recipe's step-0 weights; what is on the hub is downloaded under `cache`
+    first.
 
     A download goes on where it was broken off. Raises UserError where it cannot be had whole.
     """
@@ -31,7 +34,8 @@ def local_weights(weights: Weights, cache: str) -> str:
 def identity(weights: Weights) -> str:
     """sha256 of what tells one set of weights from another, cheaply.
 
-    Small folders enter by their content; of large ones config and index do, and every weight file by name and size.
+    Small folders enter by their content; of large ones config and index do, and every weight file
+    by name and size.
     """
     assert weights.hf is not None
     if weights.hf.startswith(HUB):

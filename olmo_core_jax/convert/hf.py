@@ -1,4 +1,6 @@
-"""Olmo 3 in Hugging Face's form: a folder of safetensors, config.json and tokenizer files, both ways, in pieces."""
+"""Olmo 3 in Hugging Face's form: a folder of safetensors, config.json and tokenizer files, both
+ways, in pieces.
+"""
 
 import shutil
 from collections.abc import Callable, Mapping
@@ -59,7 +61,8 @@ class HFCheckpoint:
 def open_hf(folder: str, cfg: Model) -> HFCheckpoint:
     """Checks an HF folder against the recipe's model; no weight is read yet.
 
-    Raises UserError where the config differs, a file is missing or not whole, a tensor is missing, extra or misshapen.
+    Raises UserError where the config differs, a file is missing or not whole, a tensor is
+    missing, extra or misshapen.
     """
     uri = storage.join(folder, "config.json")
     if not storage.exists(uri):
@@ -81,14 +84,16 @@ def _check_vocabulary(found: HFCheckpoint) -> None:
         rows = specs[name].shape[0]
         if rows != found.config["vocab_size"]:
             raise UserError(
-                f"{found.folder}: tensor {name} has {rows} rows, config.json says vocab_size {found.config['vocab_size']}"
+                f"{found.folder}: tensor {name} has {rows} rows, "
+                f"config.json says vocab_size {found.config['vocab_size']}"
             )
     tokenizer = storage.join(found.folder, "tokenizer.json")
     if storage.exists(tokenizer):
         largest = largest_token_id(storage.read_json(tokenizer))
         if largest >= found.rows:
             raise UserError(
-                f"{found.folder}: the tokenizer has token id {largest}, the embedding only {found.rows} rows"
+                f"{found.folder}: the tokenizer has token id {largest}, "
+                f"the embedding only {found.rows} rows"
             )
 
 
@@ -129,11 +134,13 @@ def export_hf(
     shard_bytes: int = SHARD_BYTES,
     section: str = "params",
 ) -> Export:
-    """Writes a step's parameters as an HF checkpoint that transformers loads as it is, and returns what was written.
+    """Writes a step's parameters as an HF checkpoint that transformers loads as it is, and
+    returns what was written.
 
-    dtype: None keeps the checkpoint's; another one is rounded to, and the changed values are counted. rows: of the
-    embedding and head (None: all, cfg.vocab_size: without the padding). context: longest sequence for config.json.
-    The index, or config.json, is written last: an interrupted export is never taken for a whole one.
+    dtype: None keeps the checkpoint's; another one is rounded to, and the changed values are
+    counted. rows: of the embedding and head (None: all, cfg.vocab_size: without the padding).
+    context: longest sequence for config.json. The index, or config.json, is written last: an
+    interrupted export is never taken for a whole one.
     """
     target = Path(storage.local_path(folder))
     if target.exists() and any(target.iterdir()):
@@ -141,7 +148,8 @@ def export_hf(
     rows = cfg.padded_vocab_size if rows is None else rows
     if not cfg.vocab_size <= rows <= cfg.padded_vocab_size:
         raise UserError(
-            f"an export of {rows} vocabulary rows: the model has {cfg.vocab_size} to {cfg.padded_vocab_size}"
+            f"an export of {rows} vocabulary rows: "
+            f"the model has {cfg.vocab_size} to {cfg.padded_vocab_size}"
         )
     table = leaves(cfg)
     kinds = {step.array((section, *leaf.path)).dtype.numpy_dtype.name for leaf in table}
@@ -176,7 +184,9 @@ def export_hf(
 
 
 def _export_specs(table: list[Leaf], dtype: np.dtype, rows: int) -> dict[str, Spec]:
-    """name -> dtype and shape, in the order of the model: embedding, layers from 0, final norm, head."""
+    """name -> dtype and shape, in the order of the model: embedding, layers from 0, final norm,
+    head.
+    """
     shapes = {
         name: (rows, *leaf.tensor_shape[1:]) if leaf.vocabulary else leaf.tensor_shape
         for leaf in table

@@ -1,4 +1,6 @@
-"""config.json of an Olmo 3 checkpoint <-> the recipe's model section, in every form that transformers has had."""
+"""config.json of an Olmo 3 checkpoint <-> the recipe's model section, in every form that
+transformers has had.
+"""
 
 import math
 from collections.abc import Mapping
@@ -67,7 +69,9 @@ def model_from_config(config: Mapping[str, Any], where: str) -> Model:
 
 
 def check_config(config: Mapping[str, Any], cfg: Model, where: str) -> None:
-    """Raises UserError that names the first field in which a checkpoint's config differs from the recipe's model."""
+    """Raises UserError that names the first field in which a checkpoint's config differs from the
+    recipe's model.
+    """
     found = model_from_config(config, where)
     for field in COMPARED:
         there, here = getattr(found, field), getattr(cfg, field)
@@ -79,17 +83,19 @@ def check_config(config: Mapping[str, Any], cfg: Model, where: str) -> None:
         )
     if not cfg.vocab_size <= found.vocab_size <= cfg.padded_vocab_size:
         raise UserError(
-            f"{where} has a vocabulary of {found.vocab_size} rows; the recipe's tokenizer needs {cfg.vocab_size}, "
-            f"its model pads to {cfg.padded_vocab_size}"
+            f"{where} has a vocabulary of {found.vocab_size} rows; the recipe's tokenizer needs "
+            f"{cfg.vocab_size}, its model pads to {cfg.padded_vocab_size}"
         )
 
 
 def config_from_model(
     cfg: Model, *, rows: int, context: int, eos_id: int, pad_id: int, bos_id: int | None, dtype: str
 ) -> dict:
-    """config.json that transformers loads as it is; rows: of embedding and head; context: longest sequence.
+    """config.json that transformers loads as it is; rows: of embedding and head; context: longest
+    sequence.
 
-    Rotary settings are written in the nested form and in the older flat one; readers of either find theirs.
+    Rotary settings are written in the nested form and in the older flat one; readers of either
+    find theirs.
     """
     full: dict[str, Any] = {"rope_type": "default", "rope_theta": cfg.rope_theta}
     flat = None
@@ -193,7 +199,7 @@ def _yarn(full: Mapping, where: str) -> RopeScaling | None:
 
 
 def attention_factor(scaling: RopeScaling) -> float:
-    """What cosines and sines are multiplied by: 0.1 ln(factor) + 1 (the YaRN paper, section 3.4)."""
+    """What cosines and sines are multiplied by: 0.1 ln(factor) + 1 (YaRN paper, section 3.4)."""
     return 0.1 * math.log(scaling.factor) + 1.0
 
 

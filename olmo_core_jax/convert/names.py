@@ -1,7 +1,8 @@
-"""One table: what every weight is called here, in Hugging Face checkpoints and in OLMo-core's own.
+"""One table: what every weight is called here, in Hugging Face checkpoints and in OLMo-core's
+own.
 
-Every matrix is (out, in) on all three sides, so converting only moves bytes. Here the layers of one place of the
-pattern are stacked: slice c of place j is layer c*P + j, P the pattern's length.
+Every matrix is (out, in) on all three sides, so converting only moves bytes. Here the layers of
+one place of the pattern are stacked: slice c of place j is layer c*P + j, P the pattern's length.
 """
 
 from collections.abc import Iterator, Mapping
@@ -36,8 +37,9 @@ VOCABULARY = (("embed", "weight"), ("lm_head", "weight"))
 class Leaf:
     """One array of our parameter tree and the tensors it is made of.
 
-    shape: of the array here; the leading axis counts cycles where `stacked`. hf, olmo_core: one name a cycle, or
-    one name. vocabulary: the tensor's rows are token ids, so that padded and released checkpoints differ in them.
+    shape: of the array here; the leading axis counts cycles where `stacked`. hf, olmo_core: one
+    name a cycle, or one name. vocabulary: the tensor's rows are token ids, so that padded and
+    released checkpoints differ in them.
     """
 
     path: tuple[str, ...]
@@ -58,7 +60,9 @@ class Leaf:
 
 
 def leaves(cfg: Model) -> list[Leaf]:
-    """Every array of the model's parameter tree: embedding, layers by place in the pattern, final norm, head."""
+    """Every array of the model's parameter tree: embedding, layers by place in the pattern, final
+    norm, head.
+    """
     wide, narrow = cfg.n_heads * cfg.head_dim, cfg.n_kv_heads * cfg.head_dim
     d, f, places = cfg.d_model, cfg.mlp_hidden, len(cfg.pattern)
     shapes = {

@@ -1,8 +1,10 @@
-"""Orbax steps written and read piece by piece, so that a model of any size passes through a few hundred megabytes.
+"""Orbax steps written and read piece by piece, so that a model of any size passes through a few
+hundred megabytes.
 
-Orbax itself takes whole arrays. Its handler for numpy arrays is given here a second kind of value, LazyArray, whose
-bytes it asks for one chunk at a time; everything else (layout, metadata, atomic commit) stays Orbax's own. A step is
-`<folder>/<step>/` with the items `state` (arrays) and `meta` (JSON), as train/checkpoint.py describes them.
+Orbax itself takes whole arrays. Its handler for numpy arrays is given here a second kind of
+value, LazyArray, whose bytes it asks for one chunk at a time; everything else (layout, metadata,
+atomic commit) stays Orbax's own. A step is `<folder>/<step>/` with the items `state` (arrays) and
+`meta` (JSON), as train/checkpoint.py describes them.
 """
 
 import asyncio
@@ -30,7 +32,9 @@ IN_FLIGHT = 2  # pieces: one is read while the one before it is written
 
 
 class LazyHandler(type_handlers.NumpyHandler):
-    """Orbax's numpy handler for LazyArrays: it writes chunk by chunk and notes the checksum of every array."""
+    """Orbax's numpy handler for LazyArrays: it writes chunk by chunk and notes the checksum of
+    every array.
+    """
 
     def __init__(self, checksums: dict[str, int]):
         super().__init__(deepcopy_host_arrays=False)
@@ -79,8 +83,8 @@ class LateMetaArgs(MetaArgs):
 def write_step(folder: str, step: int, state: Mapping, meta: Mapping[str, Any]) -> str:
     """Writes one step and returns its path. state: nested dicts of LazyArrays and numpy arrays.
 
-    The step has its name only when all of it is on disk. Raises UserError where the step exists already, or where a
-    piece cannot be read or written.
+    The step has its name only when all of it is on disk. Raises UserError where the step exists
+    already, or where a piece cannot be read or written.
     """
     path = storage.join(folder, str(step))
     if epath.Path(path).exists():
@@ -111,7 +115,7 @@ def _registry(checksums: dict[str, int]):
         (kind, type_handlers.get_type_handler(kind))
         for kind in (int, float, np.number, np.ndarray, jax.Array, str)
     ]
-    # A registry finds a handler by type when it saves; both kinds are stored, and restored, as numpy arrays.
+    # A registry finds a handler by type when it saves; both kinds are stored as numpy arrays.
     registry = type_handlers.create_type_handler_registry(*standard)
     registry.add(LazyArray, LazyHandler(checksums), override=True, ignore_warnings=True)
     return registry
@@ -133,7 +137,9 @@ def _first_line(error: BaseException) -> str:
 
 
 class OrbaxStep:
-    """A step's arrays, read in pieces, and its `meta`. Raises UserError where it is no whole checkpoint."""
+    """A step's arrays, read in pieces, and its `meta`. Raises UserError where it is no whole
+    checkpoint.
+    """
 
     def __init__(self, path: str):
         self.where = path
@@ -187,8 +193,13 @@ class OrbaxStep:
             for a in [self.array(p)]
         }
 
+    def value(self, path: tuple[str, ...]) -> np.ndarray:
+        """A whole array, for the small ones."""
+        return self._values(self.array(path), path)
+
     def blocks(self, path: tuple[str, ...]) -> Iterator[tuple[tuple[slice, ...], np.ndarray]]:
-        """An array in blocks made of whole chunks: (where, values), each block up to PIECE_BYTES or one chunk high.
+        """An array in blocks made of whole chunks: (where, values), each block up to PIECE_BYTES
+        or one chunk high.
 
         A block is cut along the first two axes only; a 0-d array is one block.
         """

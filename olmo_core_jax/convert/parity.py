@@ -1,7 +1,8 @@
 """Are two models the same function? Numbers, a verdict, and the first place where they part.
 
-Names and shapes prove nothing: two tensors of one shape may be swapped. So the same tokens go through both sides and
-everything is compared: the logits at every position, and the output of every part of every layer.
+Names and shapes prove nothing: two tensors of one shape may be swapped. So the same tokens go
+through both sides and everything is compared: the logits at every position, and the output of
+every part of every layer.
 """
 
 from collections.abc import Iterator, Mapping
@@ -14,10 +15,11 @@ POSITIONS_AT_ONCE = 512
 
 @dataclass(frozen=True)
 class Floor:
-    """What two correct frameworks may differ by, for one compute dtype. docs/fidelity.md says where it comes from.
+    """What two correct frameworks may differ by, for one compute dtype. docs/fidelity.md says
+    where it comes from.
 
-    max_abs: of logits (None: not judged); kl: mean nats a position; top1: share of positions; part: relative
-    difference of a layer's part beyond which it has departed.
+    max_abs: of logits (None: not judged); kl: mean nats a position; top1: share of positions;
+    part: relative difference of a layer's part beyond which it has departed.
     """
 
     max_abs: float | None
@@ -66,7 +68,9 @@ class LogitGap:
 
 
 def compare_logits(a_BSV: np.ndarray, b_BSV: np.ndarray) -> LogitGap:
-    """Compares logits of the same tokens; where one side has more (padded) entries, only the common ones count."""
+    """Compares logits of the same tokens; where one side has more (padded) entries, only the
+    common ones count.
+    """
     width = min(a_BSV.shape[-1], b_BSV.shape[-1])
     kls, agree, overlap, largest = [], 0, 0.0, 0.0
     for a_NV, b_NV in _position_chunks(a_BSV, b_BSV, width):
@@ -107,7 +111,9 @@ def _top_overlap(a_NV: np.ndarray, b_NV: np.ndarray, k: int) -> np.ndarray:
 
 @dataclass(frozen=True)
 class PartGap:
-    """Difference of one part's output: relative to its largest value; position: the first one that departs, or -1."""
+    """Difference of one part's output: relative to its largest value; position: the first one
+    that departs, or -1.
+    """
 
     part: str
     relative: float
@@ -135,7 +141,9 @@ def _part_gap(name: str, a_BSX: np.ndarray, b_BSX: np.ndarray, floor: Floor) -> 
 
 
 def first_departure(gaps: list[PartGap]) -> PartGap | None:
-    """The first part, in the order of the computation, whose output departs; None where all agree."""
+    """The first part, in the order of the computation, whose output departs; None where all
+    agree.
+    """
     return next((gap for gap in gaps if gap.position >= 0), None)
 
 

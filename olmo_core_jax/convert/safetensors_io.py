@@ -1,7 +1,8 @@
 """The safetensors file format, read and written in pieces, from a folder or a bucket.
 
-A file is: 8 bytes little-endian header length, a JSON header {name: {dtype, shape, data_offsets}}, the data.
-The safetensors package reads whole tensors of local files only, and bfloat16 not at all without torch or JAX.
+A file is: 8 bytes little-endian header length, a JSON header {name: {dtype, shape,
+data_offsets}}, the data. The safetensors package reads whole tensors of local files only, and
+bfloat16 not at all without torch or JAX.
 """
 
 import json
@@ -31,7 +32,9 @@ MAX_HEADER = 100_000_000
 
 
 class SafetensorsFile:
-    """One file's tensors. Only the header is read at first. Raises UserError where the file is not whole."""
+    """One file's tensors. Only the header is read at first. Raises UserError where the file is
+    not whole.
+    """
 
     def __init__(self, uri: str):
         self.where = uri
@@ -78,8 +81,8 @@ class SafetensorsFile:
             end = begin + spec.nbytes
         if self._start + end != size:
             raise UserError(
-                f"weight file {self.where} has {size} bytes where its header describes {self._start + end}: "
-                "it is truncated or not whole; download it again"
+                f"weight file {self.where} has {size} bytes where its header describes "
+                f"{self._start + end}: it is truncated or not whole; download it again"
             )
 
     def close(self) -> None:
@@ -108,7 +111,8 @@ def _read_header(uri: str, size: int) -> tuple[dict, int]:
     length = int.from_bytes(storage.read_bytes(uri, 0, 8), "little") if size >= 8 else -1
     if not 2 <= length <= min(MAX_HEADER, size - 8):
         raise UserError(
-            f"weight file {uri} is not a safetensors file: its header would have {length} of {size} bytes"
+            f"weight file {uri} is not a safetensors file: "
+            f"its header would have {length} of {size} bytes"
         )
     try:
         header = json.loads(storage.read_bytes(uri, 8, length))
@@ -132,13 +136,16 @@ def _place(uri: str, name: str, entry: dict) -> tuple[Spec, int]:
     spec = Spec(dtype, shape)
     if end - begin != spec.nbytes or begin < 0:
         raise UserError(
-            f"weight file {uri}: tensor {name} {spec} needs {spec.nbytes} bytes, the header gives {end - begin}"
+            f"weight file {uri}: tensor {name} {spec} needs {spec.nbytes} bytes, "
+            f"the header gives {end - begin}"
         )
     return spec, begin
 
 
 class SafetensorsFolder:
-    """A checkpoint's tensors, from `model.safetensors` or the shards that `model.safetensors.index.json` lists."""
+    """A checkpoint's tensors, from `model.safetensors` or the shards that
+    `model.safetensors.index.json` lists.
+    """
 
     def __init__(self, folder: str):
         self.where = folder
@@ -204,7 +211,9 @@ class SafetensorsWriter:
         os.ftruncate(self._fd, self._start + end)
 
     def write(self, name: str, start: int, rows: np.ndarray) -> None:
-        """Puts rows at [start, start + len(rows)) of a tensor. Their dtype has to be the tensor's."""
+        """Puts rows at [start, start + len(rows)) of a tensor. Their dtype has to be the
+        tensor's.
+        """
         spec, begin = self._places[name]
         assert rows.dtype == spec.dtype, (name, rows.dtype, spec.dtype)
         row = int(np.prod(spec.shape[1:], dtype=np.int64)) * spec.dtype.itemsize
@@ -232,7 +241,9 @@ class SafetensorsWriter:
 
 
 def split_shards(specs: Mapping[str, Spec], shard_bytes: int) -> dict[str, dict[str, Spec]]:
-    """File name -> tensors, in order, each file up to `shard_bytes` (more only for a single larger tensor)."""
+    """File name -> tensors, in order, each file up to `shard_bytes` (more only for a single
+    larger tensor).
+    """
     groups: list[dict[str, Spec]] = [{}]
     used = 0
     for name, spec in specs.items():

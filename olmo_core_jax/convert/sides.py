@@ -1,7 +1,9 @@
-"""The three things that can be compared: our checkpoint, Hugging Face's through transformers, OLMo-core's own.
+"""The three things that can be compared: our checkpoint, Hugging Face's through transformers,
+OLMo-core's own.
 
-Each gives, for tokens [B, S], the output of every part under the same names (model/olmo3.py's `trace`): embed,
-layers.{i}.{attn,attn_residual,mlp,out}, final_norm, logits. torch is imported only where a side needs it.
+Each gives, for tokens [B, S], the output of every part under the same names (model/olmo3.py's
+`trace`): embed, layers.{i}.{attn,attn_residual,mlp,out}, final_norm, logits. torch is imported
+only where a side needs it.
 """
 
 from typing import Any
@@ -123,7 +125,8 @@ def trace_hf(path: str, tokens_BS: np.ndarray, dtype: str) -> Trace:
     ]
     if left:
         raise UserError(
-            f"{path}: transformers leaves tensors unused or makes them up: {', '.join(map(str, left[:3]))}"
+            f"{path}: transformers leaves tensors unused or makes them up: "
+            + ", ".join(map(str, left[:3]))
         )
     return _run_hooked(model.eval(), tokens_BS, hf_hooks(model))
 
@@ -184,7 +187,9 @@ def _run_hooked(model, tokens_BS: np.ndarray, parts: dict[str, tuple[Any, bool]]
 
 
 def trace_olmo_core(path: str, tokens_BS: np.ndarray, dtype: str) -> Trace:
-    """OLMo-core's model on a native checkpoint; the checkpoint's config.json says which model it is."""
+    """OLMo-core's model on a native checkpoint; the checkpoint's config.json says which model it
+    is.
+    """
     torch = _torch()
     try:
         from olmo_core.distributed.checkpoint import load_model_and_optim_state

@@ -1,7 +1,9 @@
-"""Tensors that are read piece by piece: what every format looks like to the code that moves weights.
+"""Tensors that are read piece by piece: what every format looks like to the code that moves
+weights.
 
-A source names tensors and reads rows of them. A LazyArray is an array of our tree that is not in memory: it knows
-its shape and dtype and how to read rows of one of its tensors. Nothing here holds more than one piece.
+A source names tensors and reads rows of them. A LazyArray is an array of our tree that is not in
+memory: it knows its shape and dtype and how to read rows of one of its tensors. Nothing here
+holds more than one piece.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -51,7 +53,9 @@ class Source(Protocol):
         ...
 
     def read(self, name: str, start: int, stop: int) -> np.ndarray:
-        """Rows [start, stop) of a tensor in its own dtype; of a 0-d one (start 0, stop 1) the value as [1]."""
+        """Rows [start, stop) of a tensor in its own dtype; of a 0-d one (start 0, stop 1) the
+        value as [1].
+        """
         ...
 
 
@@ -59,7 +63,8 @@ class Source(Protocol):
 class LazyArray:
     """An array that is read piece by piece.
 
-    read(c, start, stop) gives rows [start, stop) of tensor c, c being 0 where the array is not stacked.
+    read(c, start, stop) gives rows [start, stop) of tensor c, c being 0 where the array is not
+    stacked.
     """
 
     shape: tuple[int, ...]
@@ -111,7 +116,9 @@ class LazyArray:
 
 
 def rows_of_piece(shape: tuple[int, ...], dtype: np.dtype) -> int:
-    """Rows of one piece: the largest divisor of the row count within PIECE_BYTES, where there is a decent one."""
+    """Rows of one piece: the largest divisor of the row count within PIECE_BYTES, where there is
+    a decent one.
+    """
     row_bytes = int(np.prod(shape[1:], dtype=np.int64)) * dtype.itemsize
     most = max(1, min(shape[0], PIECE_BYTES // max(row_bytes, 1)))
     divisor = next(n for n in range(most, 0, -1) if shape[0] % n == 0)
@@ -133,8 +140,9 @@ def lazy_tree(
 ) -> dict:
     """Our tree of LazyArrays over a source's tensors, in `dtype`.
 
-    A vocabulary tensor with fewer rows than ours is followed by rows of zeros. Raises UserError where a tensor is
-    missing, has another shape or a dtype that `dtype` does not hold exactly; when read, where a value is not finite.
+    A vocabulary tensor with fewer rows than ours is followed by rows of zeros. Raises UserError
+    where a tensor is missing, has another shape or a dtype that `dtype` does not hold exactly;
+    when read, where a value is not finite.
     """
     tree: dict = {}
     specs, target = source.specs(), numpy_dtype(dtype)
@@ -158,12 +166,13 @@ def check_tensor(source, specs, leaf: Leaf, name: str, target: np.dtype, allow_l
     fits = spec.shape[1:] == expected[1:] and len(spec.shape) == len(expected)
     if not fits or not (rows == expected[0] or (leaf.vocabulary and rows <= expected[0])):
         raise UserError(
-            f"{source.where}: tensor {name} has shape {list(spec.shape)}, the recipe's model has {list(expected)}"
+            f"{source.where}: tensor {name} has shape {list(spec.shape)}, "
+            f"the recipe's model has {list(expected)}"
         )
     if spec.dtype.name not in LOSSLESS[target.name] and not allow_lossy:
         raise UserError(
-            f"{source.where}: tensor {name} is {spec.dtype.name}, which {target.name} does not hold exactly; "
-            "set precision.params to its dtype, or say that rounding is meant"
+            f"{source.where}: {name} is {spec.dtype.name}, which {target.name} does not hold "
+            "exactly; set precision.params to its dtype, or say that rounding is meant"
         )
 
 
@@ -195,5 +204,6 @@ def check_nothing_left(source: Source, used: set[str]) -> None:
     if extra:
         more = f" and {len(extra) - 3} more" if len(extra) > 3 else ""
         raise UserError(
-            f"{source.where}: tensors that no part of the recipe's model takes: {', '.join(extra[:3])}{more}"
+            f"{source.where}: tensors that no part of the recipe's model takes: "
+            f"{', '.join(extra[:3])}{more}"
         )

@@ -1,4 +1,6 @@
-"""Job: the recipe's step-0 weights into our checkpoint, with proof. Writes convert_weights/checkpoints/0."""
+"""Job: the recipe's step-0 weights into our checkpoint, with proof. Writes
+convert_weights/checkpoints/0.
+"""
 
 import logging
 import sys

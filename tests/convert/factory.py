@@ -1,0 +1,171 @@
+"""Small checkpoints made by the other frameworks themselves: transformers and OLMo-core."""
+
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+
+from olmo_core_jax.recipes.schema import Model, RopeScaling
+
+
+def tiny(
+    *,
+    width: int = 64,
+    kv_heads: int = 4,
+    vocab: int = 200,
+    padded: int = 256,
+    window: int = 12,
+    layers: int = 8,
+    yarn: bool = False,
+) -> Model:
+    """An Olmo 3 of 4 heads: its pattern, its norms, a window shorter than the test sequences."""
+    return Model(
+        n_layers=layers,
+        d_model=width,
+        n_heads=4,
+        n_kv_heads=kv_heads,
+        head_dim=width // 4,
+        mlp_hidden=width * 5 // 2,
+        vocab_size=vocab,
+        padded_vocab_size=padded,
+        pattern=[window, window, window, -1],
+        rope_scaling=RopeScaling(original_length=64) if yarn else None,
+    )
+
+
+def tokens(cfg: Model, batch: int = 2, length: int = 48, seed: int = 0) -> np.ndarray:
+    return np.random.default_rng(seed).integers(0, cfg.vocab_size, (batch, length))
+
+
+def hf_model(cfg: Model, rows: int | None = None, seed: int = 0, dtype: str = "float32"):
+    """transformers' model with random weights; norm gains are not ones, logits not flat."""
+    import torch
+    from transformers import Olmo3Config, Olmo3ForCausalLM
+
+    rope = {"rope_type": "default", "rope_theta": cfg.rope_theta}
+    full = dict(rope)
+    if cfg.rope_scaling is not None:
+        s = cfg.rope_scaling
+        full |= {
+            "rope_type": "yarn",
+            "factor": s.factor,
+            "beta_fast": s.beta_fast,
+            "beta_slow": s.beta_slow,
+            "original_max_position_embeddings": s.original_length,
+        }
+    config = Olmo3Config(
+        vocab_size=rows or cfg.padded_vocab_size,
+        hidden_size=cfg.d_model,
+        intermediate_size=cfg.mlp_hidden,
+        num_hidden_layers=cfg.n_layers,
+        num_attention_heads=cfg.n_heads,
+        num_key_value_heads=cfg.n_kv_heads,
+        max_position_embeddings=512,
+        rms_norm_eps=cfg.norm_eps,
+        sliding_window=cfg.pattern[0],
+        rope_parameters={"full_attention": full, "sliding_attention": rope},
+        eos_token_id=cfg.vocab_size - 2,
+        pad_token_id=cfg.vocab_size - 1,
+        attn_implementation="sdpa",
+    )
+    torch.manual_seed(seed)
+    model = Olmo3ForCausalLM(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim == 1:
+                parameter.copy_(1 + 0.3 * torch.randn_like(parameter))
+        model.lm_head.weight.mul_(4)
+    return model.to(getattr(torch, dtype)).eval()
+
+
+def save_hf(model, folder: Path, **options) -> Path:
+    model.save_pretrained(folder, **options)
+    return folder
+
+
+def olmo_core_model(cfg: Model, seed: int = 0):
+    """OLMo-core's own model of the same shape, with random weights and gains."""
+    import torch
+    from olmo_core.config import DType
+    from olmo_core.nn.attention import AttentionBackendName, SlidingWindowAttentionConfig
+    from olmo_core.nn.rope import YaRNRoPEScalingConfig
+    from olmo_core.nn.transformer import TransformerBlockType, TransformerConfig
+
+    config = TransformerConfig.llama_like(
+        d_model=cfg.d_model,
+        vocab_size=cfg.padded_vocab_size,
+        n_layers=cfg.n_layers,
+        n_heads=cfg.n_heads,
+        n_kv_heads=cfg.n_kv_heads,
+        head_dim=cfg.head_dim,
+        rope_theta=int(cfg.rope_theta),
+        layer_norm_eps=cfg.norm_eps,
+        qk_norm=True,
+        block_name=TransformerBlockType.reordered_norm,
+        sliding_window=SlidingWindowAttentionConfig(
+            force_full_attention_on_first_layer=False,
+            force_full_attention_on_last_layer=True,
+            pattern=cfg.pattern,
+        ),
+        attn_backend=AttentionBackendName.torch,
+        dtype=DType.float32,
+    )
+    config.block.feed_forward.hidden_size = cfg.mlp_hidden
+    if cfg.rope_scaling is not None:
+        s = cfg.rope_scaling
+        scaling = YaRNRoPEScalingConfig(
+            factor=s.factor,
+            beta_fast=s.beta_fast,
+            beta_slow=s.beta_slow,
+            old_context_len=s.original_length,
+        )
+        config = config.with_rope_scaling(scaling)
+    torch.manual_seed(seed)
+    model = config.build(init_device="cpu")
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim == 1:
+                parameter.copy_(1 + 0.3 * torch.randn_like(parameter))
+            else:
+                parameter.copy_(0.02 * torch.randn_like(parameter))
+        model.lm_head.w_out.weight.mul_(4)
+    return model.eval(), config
+
+
+def save_native(cfg: Model, folder: Path, updates: int = 3, seed: int = 0) -> dict:
+    """A native checkpoint, step{updates}, of a model that took some updates; its tensors by name."""
+    import torch
+    from olmo_core.distributed.checkpoint import save_model_and_optim_state
+    from olmo_core.optim import OptimGroupOverride, SkipStepAdamWConfig
+
+    shutil.rmtree(folder, ignore_errors=True)
+    model, config = olmo_core_model(cfg, seed)
+    override = OptimGroupOverride(params=["embeddings.weight"], opts={"weight_decay": 0.0})
+    optim = SkipStepAdamWConfig(lr=1e-3, weight_decay=0.1, group_overrides=[override]).build(model)
+    generator = torch.Generator().manual_seed(seed + 1)
+    for _ in range(updates):
+        for parameter in model.parameters():
+            parameter.grad = torch.randn(parameter.shape, generator=generator)
+        optim.latest_loss, optim.latest_grad_norm = torch.tensor(1.0), torch.tensor(1.0)
+        optim.step()
+        optim.zero_grad(set_to_none=True)
+    save_model_and_optim_state(str(folder / "model_and_optim"), model, optim)
+    train = {
+        "global_step": updates,
+        "global_train_tokens_seen": updates * 1024,
+        "epoch": 1,
+        "data_loader": {"dataset_fingerprint": "f00d", "seed": 7, "epoch": 1, "batches_processed": updates},
+        "rng": {"numpy": np.random.get_state(), "torch": torch.random.get_rng_state()},
+        "callbacks": {},
+    }
+    (folder / "train").mkdir()
+    torch.save(train, folder / "train" / "rank0.pt")
+    (folder / "config.json").write_text(json.dumps({"model": config.as_config_dict()}))
+    (folder / ".metadata.json").write_text(json.dumps({"ephemeral": False, "version": "3.0.0"}))
+    tensors = {}
+    for name, parameter in model.named_parameters():
+        tensors[f"model.{name}"] = parameter.detach().numpy().copy()
+        for key in ("exp_avg", "exp_avg_sq", "step"):
+            tensors[f"optim.state.{name}.{key}"] = optim.state[parameter][key].numpy().copy()
+    return tensors
