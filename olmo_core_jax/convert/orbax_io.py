@@ -42,19 +42,31 @@ class LazyHandler(type_handlers.NumpyHandler):
 
     async def _background_serialize(self, values, infos, args=None):
         self._room = asyncio.Semaphore(IN_FLIGHT)
+        self._error: Exception | None = None
         self._keys = {
             id(value): info.name.replace(".", "/")
             for value, info in zip(values, infos, strict=True)
         }
         await super()._background_serialize(values, infos, args)
+        if self._error is not None:
+            raise self._error
 
     async def _open_and_write(self, value: LazyArray, tspec: dict, ts_context):
+        # An error is kept until all arrays have stopped: Orbax would leave the others hanging.
+        try:
+            await self._write(value, tspec, ts_context)
+        except Exception as e:
+            self._error = self._error or e
+
+    async def _write(self, value: LazyArray, tspec: dict, ts_context) -> None:
         base = tspec.get("base", tspec)
         base["metadata"] |= {"chunks": list(value.chunk_shape()), "compressor": None}
         array = await ts.open(ts.Spec(tspec), create=True, open=True, context=ts_context)
         total, done = 0, 0
         for c, start, stop in value.pieces():
             async with self._room:
+                if self._error is not None:
+                    return
                 rows = await asyncio.to_thread(value.read, c, start, stop)
                 total += await asyncio.to_thread(array_checksum, rows, done)
                 await array[value.index(c, start, stop)].write(rows)

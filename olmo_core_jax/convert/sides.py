@@ -128,7 +128,12 @@ def trace_hf(path: str, tokens_BS: np.ndarray, dtype: str) -> Trace:
             f"{path}: transformers leaves tensors unused or makes them up: "
             + ", ".join(map(str, left[:3]))
         )
-    return _run_hooked(model.eval(), tokens_BS, hf_hooks(model))
+    return trace_hf_model(model.eval(), tokens_BS)
+
+
+def trace_hf_model(model, tokens_BS: np.ndarray) -> Trace:
+    """The same of a transformers model in memory."""
+    return _run_hooked(model, tokens_BS, hf_hooks(model))
 
 
 def hf_hooks(model) -> dict[str, tuple[Any, bool]]:
@@ -201,5 +206,9 @@ def trace_olmo_core(path: str, tokens_BS: np.ndarray, dtype: str) -> Trace:
     config = storage.read_json(storage.join(path, "config.json"))
     model = TransformerConfig.from_dict(config["model"]).build(init_device="cpu")
     load_model_and_optim_state(storage.join(path, "model_and_optim"), model)
-    model = model.to(getattr(torch, dtype)).eval()
+    return trace_olmo_core_model(model.to(getattr(torch, dtype)).eval(), tokens_BS)
+
+
+def trace_olmo_core_model(model, tokens_BS: np.ndarray) -> Trace:
+    """The same of an OLMo-core model in memory."""
     return _run_hooked(model, tokens_BS, olmo_core_hooks(model))

@@ -6,7 +6,10 @@ from pathlib import Path
 
 import numpy as np
 
-from olmo_core_jax.recipes.schema import Model, RopeScaling
+from olmo_core_jax.convert import hf
+from olmo_core_jax.convert.names import leaves
+from olmo_core_jax.convert.orbax_io import write_step
+from olmo_core_jax.recipes.schema import Model, RopeScaling, Tokenizer
 
 
 def tiny(
@@ -169,3 +172,68 @@ def save_native(cfg: Model, folder: Path, updates: int = 3, seed: int = 0) -> di
         for key in ("exp_avg", "exp_avg_sq", "step"):
             tensors[f"optim.state.{name}.{key}"] = optim.state[parameter][key].numpy().copy()
     return tensors
+
+
+def random_params(cfg: Model, seed: int = 0) -> dict[str, np.ndarray]:
+    """Random fp32 tensors of the whole model by Hugging Face name, made without any framework."""
+    rng = np.random.default_rng(seed)
+    made = {}
+    for leaf in leaves(cfg):
+        for name in leaf.hf:
+            shape = leaf.tensor_shape
+            values = rng.standard_normal(shape, np.float32)
+            made[name] = 0.02 * values if len(shape) == 2 else 1 + 0.3 * values
+    return made
+
+
+def write_hf(cfg: Model, folder: Path, tensors: dict | None = None, shards: int = 1, **config) -> Path:
+    """An HF folder written by the safetensors package; config: fields to change."""
+    from safetensors.numpy import save_file
+
+    folder.mkdir(parents=True)
+    tensors = random_params(cfg) if tensors is None else tensors
+    names = sorted(tensors)
+    if shards == 1:
+        save_file(tensors, folder / "model.safetensors")
+    else:
+        where = {}
+        for k in range(shards):
+            part, file = names[k::shards], f"model-{k + 1:05d}-of-{shards:05d}.safetensors"
+            save_file({n: tensors[n] for n in part}, folder / file)
+            where |= dict.fromkeys(part, file)
+        (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": where}))
+    plain = {
+        "model_type": "olmo3",
+        "vocab_size": len(tensors["model.embed_tokens.weight"]),
+        "hidden_size": cfg.d_model,
+        "intermediate_size": cfg.mlp_hidden,
+        "num_hidden_layers": cfg.n_layers,
+        "num_attention_heads": cfg.n_heads,
+        "num_key_value_heads": cfg.n_kv_heads,
+        "sliding_window": cfg.pattern[0],
+        "rope_theta": cfg.rope_theta,
+        "rms_norm_eps": cfg.norm_eps,
+    }
+    (folder / "config.json").write_text(json.dumps(plain | config))
+    return folder
+
+
+def raw_bytes(folder: Path) -> dict[str, tuple[str, list, bytes]]:
+    """name -> (dtype, shape, bytes) of every tensor of a folder, by the safetensors package."""
+    from safetensors import deserialize
+
+    found = {}
+    for file in sorted(folder.glob("*.safetensors")):
+        for name, entry in deserialize(file.read_bytes()):
+            found[name] = (entry["dtype"], list(entry["shape"]), bytes(entry["data"]))
+    return found
+
+
+def to_ours(cfg: Model, source: Path, folder: Path, dtype: str = "float32") -> str:
+    """Converts an HF folder and returns the path of our step 0."""
+    found = hf.open_hf(str(source), cfg)
+    meta = {"model": cfg.model_dump(mode="json")}
+    return write_step(str(folder), 0, {"params": hf.params_from_hf(found, dtype)}, meta)
+
+
+TOKENIZER = Tokenizer(name="tiny", eos_id=198, pad_id=199)
