@@ -163,16 +163,9 @@ class Cluster(threading.Thread):
             self._set_replicated(key, jobset, ready=0, suspended=1)
             return
         attempt = jobset["status"].get("restarts", 0)
-        current = [
-            p for p in pods if p["metadata"]["labels"][L + "restart-attempt"] == str(attempt)
-        ]
-        old = [p for p in pods if p not in current]
-        leftover = [
-            p
-            for p in current
-            if p["metadata"]["labels"].get("test/generation") != self._generation(jobset)
-        ]
-        if not self._gone(old + leftover):
+        wanted = (str(attempt), self._generation(jobset))
+        current = [p for p in pods if self._born_as(p) == wanted]
+        if not self._gone([p for p in pods if p not in current]):
             return
         if not current:
             self._make_pods(jobset, attempt)
@@ -404,6 +397,11 @@ class Cluster(threading.Thread):
             ]
 
         self.store.update(key, change)
+
+    @staticmethod
+    def _born_as(pod: dict) -> tuple[str, str]:
+        labels = pod["metadata"]["labels"]
+        return labels[L + "restart-attempt"], labels["test/generation"]
 
     @staticmethod
     def _generation(jobset: dict) -> str:

@@ -40,17 +40,17 @@ class Process:
         for line in self._child.stdout:
             stamp = datetime.now(UTC).isoformat(timespec="microseconds")[:26]
             self.log += f"{stamp}000Z ".encode() + line
+        self._child.wait()
+        self.ended = time.monotonic()
 
     def poll(self) -> int | None:
         """The exit code as a shell gives it (128 + signal), None while it runs."""
         code = self._child.poll()
         if code is None:
             return None
-        if self.ended is None:
-            self._reader.join(2)
-            self.ended = time.monotonic()
-            if self._killer:
-                self._killer.cancel()
+        self._reader.join(2)
+        if self._killer:
+            self._killer.cancel()
         return 128 - code if code < 0 else code
 
     def terminate(self, grace: float):
