@@ -1,0 +1,1 @@
+"""The pieces of the laptop reference, one subject a file. Run them through ../make_reference.py."""
