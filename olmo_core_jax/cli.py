@@ -9,7 +9,9 @@ import typer
 
 from olmo_core_jax.errors import JobError
 
-app = typer.Typer(no_args_is_help=True, add_completion=False, help=__doc__)
+app = typer.Typer(
+    no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help=__doc__
+)
 data = typer.Typer(no_args_is_help=True, help="What a run reads: where, whether, and how often.")
 app.add_typer(data, name="data")
 
@@ -71,6 +73,46 @@ def plan(
         show([asdict(s) for s in stages], True)
     else:
         show(planning.describe(loaded, stages, hardware, mfu), False)
+
+
+@app.command(name="compile")
+def compile_ahead(
+    recipe: RecipeName,
+    hardware: Annotated[str, typer.Option(help="a TPU shape, such as tpu7x-4x4x4 or v5p-256")],
+    stage: StageName = "stage1",
+    topology: Annotated[
+        str | None, typer.Option(help="YAML file or inline JSON over the shape's defaults")
+    ] = None,
+    updates_only: Annotated[
+        int | None,
+        typer.Option("--batch-instances", help="instances an update, instead of the recipe's"),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json")] = False,
+) -> None:
+    """Compile the real step for a TPU topology on any machine: memory, FLOPs, collectives, does it fit."""
+    from dataclasses import asdict
+
+    from olmo_core_jax.launch import hardware as shapes
+    from olmo_core_jax.launch.tuning import default_topology
+    from olmo_core_jax.recipes import load_recipe
+    from olmo_core_jax.topology import load_topology
+    from olmo_core_jax.train import compile as ahead
+
+    shape = shapes.shape(hardware)
+    chosen = default_topology(hardware)
+    if topology:
+        changes = load_topology(topology).model_dump(exclude_unset=True)
+        chosen = chosen.model_copy(update={k: getattr(load_topology(topology), k) for k in changes})
+    loaded = load_recipe(recipe)
+    if updates_only:
+        section = loaded.stage(stage)
+        batch = updates_only * section.data.sequence_length
+        loaded = loaded.model_copy(
+            update={stage: section.model_copy(update={"batch_tokens": batch})}
+        )
+    name = f"{shape.name.partition('-')[0]}:{shape.topology}"
+    report = ahead.compile_for(loaded, stage, chosen, name, shape.chip.memory_per_device_gib)
+    show(asdict(report), True) if as_json else show(ahead.describe(report), False)
 
 
 @app.command(name="hardware")

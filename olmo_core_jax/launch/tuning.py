@@ -1,0 +1,98 @@
+"""What each TPU generation is started with: topology defaults, and compiler flags with a reason each.
+
+A launch profile may override any of it. None of it may change the recipe's numbers beyond rounding.
+"""
+
+from dataclasses import dataclass
+
+from olmo_core_jax.launch import hardware
+from olmo_core_jax.topology import Topology
+
+
+@dataclass(frozen=True)
+class Flag:
+    """One entry of LIBTPU_INIT_ARGS."""
+
+    name: str
+    value: str
+    reason: str
+
+    def __str__(self) -> str:
+        return f"--{self.name}={self.value}"
+
+
+VMEM = Flag(
+    "xla_tpu_scoped_vmem_limit_kib",
+    "65536",
+    "2048-token attention blocks do not fit the default scoped VMEM",
+)
+CLOCK = Flag(
+    "xla_tpu_dvfs_p_state",
+    "7",
+    "the highest clock state; without it long matrix products are throttled early",
+)
+SPARSE_CORE = (
+    Flag(
+        "xla_tpu_enable_sparse_core_collective_offload_all_gather",
+        "true",
+        "FSDP gathers run beside the matrix units",
+    ),
+    Flag(
+        "xla_tpu_enable_sparse_core_collective_offload_2d_all_gather",
+        "true",
+        "the same over two torus axes at once",
+    ),
+    Flag(
+        "xla_tpu_enable_sparse_core_collective_offload_reduce_scatter",
+        "true",
+        "gradient scatters likewise",
+    ),
+    Flag(
+        "xla_tpu_enable_sparse_core_collective_offload_all_reduce",
+        "true",
+        "norms and losses likewise",
+    ),
+    Flag(
+        "xla_tpu_enable_all_gather_offload_tracing", "true", "shows offloaded gathers in profiles"
+    ),
+    Flag(
+        "xla_sc_disable_megacore_partitioning",
+        "true",
+        "needed by the offload: its kernels are not split over cores",
+    ),
+    Flag(
+        "xla_tpu_use_tc_device_shape_on_sc",
+        "true",
+        "the offload keeps the tensor core's layouts, so nothing is copied",
+    ),
+    Flag(
+        "xla_tpu_enable_async_collective_fusion_fuse_all_gather",
+        "false",
+        "a fused gather would go back to the tensor core",
+    ),
+)
+
+FLAGS: dict[str, tuple[Flag, ...]] = {
+    "TPU v5p": (VMEM,),
+    "TPU v6e": (Flag("xla_tpu_scoped_vmem_limit_kib", "98304", VMEM.reason),),
+    "TPU7x": (VMEM, CLOCK, *SPARSE_CORE),
+}
+
+# Instances a device at once, the policy and the head's chunks, each chosen by `olmo-jax compile` (docs/compile.md).
+_CHOICES: dict[str, dict] = {
+    "TPU v5p": {"per_device_batch": 2, "remat": "selective", "loss_chunks": 8},
+    "TPU v6e": {"per_device_batch": 1, "remat": "block", "loss_chunks": 8},
+    "TPU7x": {"per_device_batch": 4, "remat": "selective", "loss_chunks": 8},
+}
+
+
+def default_topology(shape_name: str) -> Topology:
+    """The topology that a shape is used with unless a profile says otherwise. Raises UserError for unknown shapes."""
+    shape = hardware.shape(shape_name)
+    if shape.platform != "tpu" or shape.chip is None:
+        return Topology.model_validate({"platform": shape.platform})
+    flags = [str(f) for f in FLAGS[shape.chip.name]]
+    return Topology.model_validate(
+        {"platform": "tpu", "attention": "splash", "libtpu_flags": flags}
+        | _CHOICES[shape.chip.name]
+    )

@@ -1,0 +1,170 @@
+"""Reading a compiled program's text: matrix FLOPs and collective bytes a device, loops counted as often as they run.
+
+XLA's own cost analysis counts a loop's body once and leaves custom kernels out, so it says little about a scanned model.
+Here every `while` whose trip count can be read off multiplies what is inside it.
+"""
+
+import re
+from collections import Counter
+from dataclasses import dataclass, field
+
+from olmo_core_jax.errors import UserError
+
+COLLECTIVES = ("all-gather", "reduce-scatter", "all-reduce", "all-to-all", "collective-permute")
+BITS = {"pred": 8, "s4": 4, "u4": 4, "s8": 8, "u8": 8, "s16": 16, "u16": 16, "bf16": 16, "f16": 16}
+BITS |= {"s32": 32, "u32": 32, "f32": 32, "s64": 64, "u64": 64, "f64": 64, "c64": 64, "c128": 128}
+
+_HEADER = re.compile(r"^(ENTRY )?%?([\w.-]+) \(.*\) -> .* \{$")
+_OP = re.compile(r"^\s+(?:ROOT )?%?([\w.-]+) = (.+?) ([\w-]+)\((.*)$")
+_SHAPE = re.compile(r"(\w+)\[([\d,]*)\]")
+_CALLS = re.compile(r"(?:calls|body|called_computations)=\{?%?([\w.-]+)")
+_CONDITION = re.compile(r"condition=%?([\w.-]+)")
+_TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
+_CONTRACT = re.compile(r"lhs_contracting_dims=\{([\d,]*)\}")
+_LABELS = re.compile(r"dim_labels=(\w+)_(\w+)->(\w+)")
+
+
+@dataclass
+class Counts:
+    """matrix_flops: of dot and convolution, a multiply-add as two; collective_bytes: results of each kind.
+
+    unknown_loops: loops whose trip count cannot be read off; they count once. kernels: custom calls by target.
+    """
+
+    matrix_flops: float = 0.0
+    collective_bytes: Counter = field(default_factory=Counter)
+    unknown_loops: int = 0
+    kernels: Counter = field(default_factory=Counter)
+
+
+@dataclass
+class _Computation:
+    shapes: dict[str, str] = field(default_factory=dict)
+    ops: list[tuple[str, str, str]] = field(default_factory=list)
+
+
+def count(text: str) -> Counts:
+    """Counts of a compiled module's text (`compiled.as_text()`), for one device and one run of it."""
+    computations, entry = _parse(text)
+    counts = Counts()
+    _add(computations, entry, 1, counts)
+    return counts
+
+
+def _parse(text: str) -> tuple[dict[str, _Computation], str]:
+    found: dict[str, _Computation] = {}
+    entry, current = "", None
+    for line in text.splitlines():
+        if header := _HEADER.match(line):
+            current = found.setdefault(header[2], _Computation())
+            entry = header[2] if header[1] else entry
+        elif current is not None and (op := _OP.match(line)):
+            name, shape, kind, rest = op.groups()
+            current.shapes[name] = shape
+            current.ops.append((kind, shape, rest))
+    if not entry:
+        raise UserError(
+            "the compiled program's text has no ENTRY computation: this XLA prints another format"
+        )
+    return found, entry
+
+
+def _add(computations: dict[str, _Computation], name: str, times: int, counts: Counts) -> None:
+    here = computations[name]
+    for kind, shape, rest in here.ops:
+        base = kind.removesuffix("-start")
+        if kind in ("dot", "convolution"):
+            counts.matrix_flops += times * _matrix_flops(kind, shape, rest, here.shapes)
+        elif base in COLLECTIVES:
+            counts.collective_bytes[base] += times * _result_bytes(shape, kind)
+        elif kind == "custom-call":
+            target = re.search(r'custom_call_target="([^"]+)"', rest)
+            counts.kernels[target[1] if target else "unknown"] += times
+        inner = times
+        if kind == "while":
+            trips = _trip_count(computations, rest)
+            counts.unknown_loops += trips is None
+            inner = times * (trips or 1)
+        if kind in ("while", "fusion", "call", "async-start", "conditional"):
+            for called in _CALLS.findall(rest):
+                if called in computations:
+                    _add(computations, called, inner, counts)
+
+
+def _trip_count(computations: dict[str, _Computation], rest: str) -> int | None:
+    """What XLA states, or the one bound in the condition of a loop that counts up from 0 (as a scan's does)."""
+    if stated := _TRIPS.search(rest):
+        return int(stated[1])
+    condition = computations.get(named[1]) if (named := _CONDITION.search(rest)) else None
+    if condition is None:
+        return None
+    bounds = [
+        int(value[1])
+        for kind, shape, text in condition.ops
+        if kind == "constant"
+        and shape.startswith("s32[]")
+        and (value := re.match(r"(\d+)\)", text))
+    ]
+    counts_up = any(kind == "compare" and "direction=LT" in text for kind, _, text in condition.ops)
+    return bounds[0] if len(bounds) == 1 and counts_up else None
+
+
+def _dims(shape: str) -> list[int]:
+    match = _SHAPE.search(shape)
+    return [int(d) for d in match[2].split(",") if d] if match else []
+
+
+def _product(numbers) -> int:
+    result = 1
+    for n in numbers:
+        result *= n
+    return result
+
+
+def _result_bytes(shape: str, kind: str) -> float:
+    """Bytes of a collective's result; an asynchronous start returns (operands..., results...), the last is the result."""
+    parts = [
+        BITS.get(dtype, 0) / 8 * _product(int(d) for d in dims.split(",") if d)
+        for dtype, dims in _SHAPE.findall(shape)
+    ]
+    return max(parts, default=0.0) if kind.endswith("-start") else sum(parts)
+
+
+def _matrix_flops(kind: str, shape: str, rest: str, shapes: dict[str, str]) -> float:
+    operands = re.findall(r"%([\w.-]+)", rest.partition("),")[0])
+    inline = _SHAPE.findall(rest.partition("),")[0])
+    out = _product(_dims(shape))
+
+    def operand(i: int) -> list[int]:
+        if len(inline) > i:
+            return [int(d) for d in inline[i][1].split(",") if d]
+        return _dims(shapes.get(operands[i], ""))
+
+    if kind == "dot":
+        contracted = _CONTRACT.search(rest)
+        lhs = operand(0)
+        return (
+            2.0 * out * _product(lhs[int(d)] for d in contracted[1].split(",") if d)
+            if contracted
+            else 0.0
+        )
+    labels = _LABELS.search(rest)
+    if labels is None:
+        return 0.0
+    # Each output element sums over the kernel's input features and its window; XLA writes batched products as windows
+    # over which one position counts, and says so by `size` in the window.
+    kernel = operand(1)
+    summed = kernel[labels[2].index("i")]
+    return 2.0 * out * summed * _window(rest, kernel, labels)
+
+
+def _window(rest: str, kernel: list[int], labels: re.Match) -> int:
+    window = re.search(r"window=\{([^}]*)\}", rest)
+    if window is None:
+        return 1
+    size = re.search(r"size=([\dx]+)", window[1])
+    sizes = [int(s) for s in size[1].split("x")] if size else []
+    dilated = re.search(r"lhs_dilate=([\dx]+)", window[1])
+    strides = [int(s) for s in dilated[1].split("x")] if dilated else [1] * len(sizes)
+    # A batched dot is a window of the batch's size over an input dilated by as much: one position is real.
+    return _product(1 if stride >= s else s for s, stride in zip(sizes, strides, strict=True))
