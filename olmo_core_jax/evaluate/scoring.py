@@ -9,6 +9,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding
 
 from olmo_core_jax.model.olmo3 import bind
 from olmo_core_jax.model.options import ModelOptions
@@ -39,9 +40,9 @@ class Scorer:
     the programs.
     """
 
-    def __init__(self, cfg: Model, opts: ModelOptions):
-        self._score = jax.jit(partial(_score, cfg, opts))
-        self._compare = jax.jit(partial(_compare, cfg, opts))
+    def __init__(self, cfg: Model, opts: ModelOptions, result: NamedSharding | None = None):
+        self._score = jax.jit(partial(_score, cfg, opts), out_shardings=result)
+        self._compare = jax.jit(partial(_compare, cfg, opts), out_shardings=result)
 
     @property
     def compilations(self) -> int:

@@ -40,9 +40,8 @@ def run_tasks(lm: "OlmoLM", evaluation: Evaluation, seed: int = 1234) -> TaskRes
 
     Raises UserError for unknown tasks and missing data.
     """
+    prepare(evaluation)
     with _task_folder(evaluation.tasks_path) as folder:
-        if folder is not None:
-            _go_offline()
         import lm_eval
         from lm_eval.tasks import TaskManager
 
@@ -89,7 +88,10 @@ def metric_name(key: str) -> str:
 def task_figures(
     ours: TaskResults, reference: Mapping[str, Mapping[str, float]]
 ) -> dict[str, float]:
-    """Figures by name. reference: task -> the harness's metric name -> score of its hf backend."""
+    """Figures by name. reference: task -> the harness's metric name -> score of its hf backend.
+
+    The largest difference is relative where a score is above 1, as perplexities are.
+    """
     figures: dict[str, float] = {}
     gaps = []
     for task, scores in ours.scores.items():
@@ -98,7 +100,7 @@ def task_figures(
             figures[f"lm_eval/{task}/{metric}"] = value
             if isinstance(theirs.get(metric), int | float):
                 figures[f"lm_eval/{task}/{metric} (reference)"] = theirs[metric]
-                gaps.append(abs(value - theirs[metric]))
+                gaps.append(abs(value - theirs[metric]) / max(1.0, abs(theirs[metric])))
     if gaps:
         figures["lm_eval max |difference|"] = max(gaps)
     return figures | {
@@ -153,7 +155,11 @@ def _task_folder(tasks_path: str | None) -> Iterator[str | None]:
         yield folder
 
 
-def _go_offline() -> None:
-    """Bundled data needs no hub; said before `datasets` is imported, it is not even asked."""
-    for name in ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE"):
-        os.environ.setdefault(name, "1")
+def prepare(evaluation: Evaluation) -> None:
+    """Before `datasets` is imported: bundled data needs no hub, and logs need no progress bars."""
+    for noisy in ("lm_eval", "datasets"):
+        logging.getLogger(noisy).setLevel(logging.WARNING)
+    os.environ.setdefault("TQDM_DISABLE", "1")
+    if evaluation.tasks_path is not None:
+        for name in ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE"):
+            os.environ.setdefault(name, "1")
