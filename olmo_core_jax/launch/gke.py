@@ -14,6 +14,7 @@ from olmo_core_jax import storage
 from olmo_core_jax.errors import CRASH, UserError
 from olmo_core_jax.launch import kube as k8s
 from olmo_core_jax.launch import names, progress
+from olmo_core_jax.launch.check import check
 from olmo_core_jax.launch.decide import Action, Memory, Seen, annotation, decide, exit_codes
 from olmo_core_jax.launch.explain import explain
 from olmo_core_jax.launch.gke_logs import PodLogs
@@ -214,6 +215,7 @@ class Launcher:
     def _create(self, submission: int) -> Object:
         step = self._patiently(lambda: progress.newest_step(self.job))
         manifest = render(self.job, self.profile, submission=submission, start_step=step)
+        check(manifest, self._crd())
         try:
             jobset = self.kube.create(k8s.JOBSETS, manifest)
         except (
@@ -231,6 +233,13 @@ class Launcher:
         self.say(f"submitted JobSet {self.name} on {self._shape()}, {at}")
         self._record(jobset)
         return jobset
+
+    def _crd(self) -> Object | None:
+        """The cluster's own JobSet definition; None where it may not be read."""
+        try:
+            return self.kube.get(k8s.CRDS, "jobsets.jobset.x-k8s.io")
+        except (k8s.NotFound, k8s.Denied):
+            return None
 
     def _replace(self, jobset: Object, submission: int, pause: float = 0.0) -> Object:
         """Never two at a time: the old one and its pods are gone before the new one is made."""

@@ -26,6 +26,14 @@ SECRET_VALUE = re.compile(
 Label = Annotated[
     str, StringConstraints(pattern=r"^[a-z0-9A-Z]([-a-z0-9A-Z_.]{0,61}[a-z0-9A-Z])?$")
 ]
+Quantity = Annotated[
+    str, StringConstraints(pattern=r"^\d+(\.\d+)?(m|k|Ki|M|Mi|G|Gi|T|Ti)?$")
+]
+EnvName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
+LabelKey = Annotated[
+    str,
+    StringConstraints(pattern=r"^([a-z0-9.-]{1,253}/)?[A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?$"),
+]
 Name = Annotated[str, StringConstraints(pattern=r"^[a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?$")]
 
 
@@ -114,7 +122,7 @@ class GKE(Strict):
     auto_repair_in_place: bool = Field(
         False, description="asks GKE to repair a slice instead of replacing it"
     )
-    node_selector: dict[str, str] = {}
+    node_selector: dict[LabelKey, Label] = {}
     # lifetime
     max_restarts: int = Field(10, ge=0, description="crashes; disruptions are not counted")
     grace_seconds: int = Field(
@@ -133,20 +141,20 @@ class GKE(Strict):
         False, description="several NICs; then the pod acts as its node's account"
     )
     # inside
-    env: dict[str, str] = {}
-    secrets: dict[str, SecretRef] = {}
+    env: dict[EnvName, str] = {}
+    secrets: dict[EnvName, SecretRef] = {}
     buckets: list[Bucket] = []
     claims: list[Claim] = []
     shared_paths: list[str] = Field(
         [], description="folders that pods and this controller see under the same path"
     )
-    cpu: str | None = Field(None, description="CPU request; the ClusterQueue has to cover cpu then")
-    memory: str | None = None
-    shm: str | None = Field(
+    cpu: Quantity | None = Field(None, description="CPU request; the ClusterQueue has to cover cpu then")
+    memory: Quantity | None = None
+    shm: Quantity | None = Field(
         None, description="limit of /dev/shm, such as 64Gi; None: the host's memory"
     )
-    labels: dict[str, Label] = Field({}, description="cost reports: team, project ...")
-    annotations: dict[str, str] = {}
+    labels: dict[LabelKey, Label] = Field({}, description="cost reports: team, project ...")
+    annotations: dict[LabelKey, str] = {}
     watching: Watching = Watching()
 
     @property

@@ -9,12 +9,15 @@ restarts up to max_restarts times. Needs JobSet 0.10 (message patterns) and, whe
 import json
 from typing import Any
 
+import yaml
+
 from olmo_core_jax.errors import DIVERGED, LOCKED, PREEMPTED, USER_ERROR, UserError
 from olmo_core_jax.launch import names
 from olmo_core_jax.launch.gke_profile import GKE
 from olmo_core_jax.launch.job import Job
 from olmo_core_jax.launch.pod import pod_template
 from olmo_core_jax.launch.profile import Profile
+from olmo_core_jax.launch.tuning import default_topology
 from olmo_core_jax.results import digest_of
 from olmo_core_jax.topology import Topology
 
@@ -70,6 +73,16 @@ def render(
     }
 
 
+def to_yaml(manifest: Manifest) -> str:
+    """YAML for `kubectl apply -f -`, without anchors."""
+
+    class Plain(yaml.SafeDumper):
+        def ignore_aliases(self, data):
+            return True
+
+    return yaml.dump(manifest, Dumper=Plain, sort_keys=False, width=120)
+
+
 def launch_digest(job: Job, profile: Profile) -> str:
     """What a running JobSet is compared with: the job and every launch choice that its pods can feel."""
     gke = profile.gke_of(job.folder).model_dump(exclude={"watching", "context"})
@@ -79,19 +92,27 @@ def launch_digest(job: Job, profile: Profile) -> str:
 
 
 def pod_topology(topology: Topology, gke: GKE, name: str) -> Topology:
-    """The topology as the pods get it: platform from the shape, and the coordinator where GKE does not inject it."""
+    """The topology as the pods get it: the shape's defaults under the profile's choices, the platform from the shape,
+    and the coordinator's name where GKE does not inject it."""
     platform = gke.hardware.platform
     if topology.platform not in (None, "cpu", platform):
         raise UserError(
             f"topology.platform {topology.platform} does not fit shape {gke.shape}, which has {platform}"
         )
-    changes: dict[str, Any] = {"platform": topology.platform or platform}
+    on_cpu = topology.platform == "cpu"
+    base = Topology() if on_cpu else default_topology(gke.shape)
+    changes: dict[str, Any] = {k: getattr(topology, k) for k in topology.model_fields_set}
+    changes["platform"] = "cpu" if on_cpu else platform
     if platform != "tpu" and gke.processes > 1 and topology.distributed.mode == "auto":
         coordinator = f"{name}-{names.JOB}-0-0.{name}:{COORDINATOR_PORT}"
         changes["distributed"] = topology.distributed.model_copy(
-            update={"mode": "explicit", "coordinator": coordinator, "num_processes": gke.processes}
+            update={
+                "mode": "explicit",
+                "coordinator": coordinator,
+                "num_processes": gke.processes,
+            }
         )
-    return topology.model_copy(update=changes)
+    return base.model_copy(update=changes)
 
 
 def containers(gke: GKE) -> list[str]:

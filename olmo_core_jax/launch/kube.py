@@ -26,19 +26,24 @@ Object = dict[str, Any]
 
 @dataclass(frozen=True)
 class Kind:
-    """A resource of the API. group "" is the core API, whose methods the client names by `singular`."""
+    """A resource of the API. group "" is the core API, whose methods the client names by `singular`.
+
+    namespace: where it always is, whatever namespace jobs run in.
+    """
 
     group: str
     version: str
     plural: str
     singular: str = ""
     namespaced: bool = True
+    namespace: str = ""
 
 
 JOBSETS = Kind("jobset.x-k8s.io", "v1alpha2", "jobsets")
 WORKLOADS = Kind("kueue.x-k8s.io", "v1beta2", "workloads")
 PODS = Kind("", "v1", "pods", "pod")
 EVENTS = Kind("", "v1", "events", "event")
+CRDS = Kind("apiextensions.k8s.io", "v1", "customresourcedefinitions", namespaced=False)
 
 
 class NotFound(Exception):
@@ -168,6 +173,13 @@ class Kube:
         )
         self._json(f"delete {kind.plural} {name}", self._method(kind, "delete"), name, body=options)
 
+    def version(self) -> str:
+        """The cluster's version, such as v1.34.1-gke.3084001."""
+        from kubernetes import client
+
+        found = self._json("version", lambda c, **raw: client.VersionApi(c).get_code(**raw))
+        return found["gitVersion"]
+
     def watch(self, kind: Kind, name: str, version: str, seconds: float) -> Iterator[Object]:
         """Events of one object after `version`, until `seconds` are over or the stream ends. Raises Expired.
 
@@ -216,7 +228,7 @@ class Kube:
                 + ("_namespaced_" if kind.namespaced else "_")
                 + kind.singular
             )
-            where = (self.namespace,) if kind.namespaced else ()
+            where = (kind.namespace or self.namespace,) if kind.namespaced else ()
             return lambda c, *args, **raw: getattr(_core(c), name)(
                 *_around(verb, args, where), **raw
             )
@@ -224,7 +236,7 @@ class Kube:
         where = (
             kind.group,
             kind.version,
-            *((self.namespace,) if kind.namespaced else ()),
+            *((kind.namespace or self.namespace,) if kind.namespaced else ()),
             kind.plural,
         )
         return lambda c, *args, **raw: getattr(_custom(c), name)(*where, *args, **raw)
