@@ -1,37 +1,61 @@
 """Attention with one signature and several kernels.
 
-A window counts the tokens that a query sees, its own included; -1 is full causal attention.
-B batch, S sequence, H query heads, G key/value heads, R = H/G query heads a key head, K head width.
+A window counts the tokens that a query sees, its own included; FULL is causal attention without a
+window. B batch, S sequence, H query heads, G key/value heads, R = H/G, K head width.
 """
 
 import jax
 import jax.numpy as jnp
 
 from olmo_core_jax.errors import UserError
+from olmo_core_jax.model.blockwise import blockwise
+from olmo_core_jax.model.masks import FULL, visible
+from olmo_core_jax.model.options import Shard
+from olmo_core_jax.model.remat import save
+from olmo_core_jax.model.splash import splash
 
-FULL = -1
+KERNELS = ("reference", "blockwise", "cudnn", "splash")
 
 
-def attend(q_BSHK, k_BSGK, v_BSGK, *, window: int, kernel: str = "auto") -> jax.Array:
-    """softmax(q k^T / sqrt(K)) v under the causal mask and the window, as [B, S, H, K] in q's dtype.
+def attend(
+    q_BSHK: jax.Array,
+    k_BSGK: jax.Array,
+    v_BSGK: jax.Array,
+    *,
+    window: int,
+    kernel: str = "auto",
+    shard: Shard | None = None,
+) -> jax.Array:
+    """softmax(q k^T / sqrt(K)) v under the causal mask and the window: [B, S, H, K] in q's dtype.
 
-    Query head h reads key head h // R. Scores and softmax are fp32 whatever the inputs are.
+    Query head h reads key head h // R. Scores and softmax are fp32 whatever the inputs are. Every
+    kernel names what its backward pass needs beyond q, k and v "attention" (remat.py). Raises
+    UserError for a kernel that is unknown or cannot take these inputs.
     """
-    kernel = resolve_kernel(kernel)
-    if kernel == "reference":
-        return reference(q_BSHK, k_BSGK, v_BSGK, window=window)
-    raise UserError(f"attention {kernel!r} is unknown: choose auto or reference")
+    match resolve_kernel(kernel, q_BSHK.dtype):
+        case "reference":
+            return save(reference(q_BSHK, k_BSGK, v_BSGK, window=window), "attention")
+        case "blockwise":
+            return blockwise(q_BSHK, k_BSGK, v_BSGK, window)
+        case "cudnn":
+            return save(cudnn(q_BSHK, k_BSGK, v_BSGK, window=window), "attention")
+        case "splash":
+            return splash(q_BSHK, k_BSGK, v_BSGK, window=window, shard=shard)
+    names = ", ".join(("auto", *KERNELS))
+    raise UserError(f"topology: attention {kernel!r} is unknown: choose one of {names}")
 
 
-def resolve_kernel(kernel: str) -> str:
-    """The kernel that `auto` stands for on this backend; any other name stands for itself."""
-    return "reference" if kernel == "auto" else kernel
+def resolve_kernel(kernel: str, dtype) -> str:
+    """What `auto` stands for on the default backend; any other name stands for itself.
 
-
-def causal_window_mask(length: int, window: int) -> jax.Array:
-    """bool [S, S]: query i sees key j when j <= i and, with a window, j > i - window."""
-    i, j = jnp.arange(length)[:, None], jnp.arange(length)[None, :]
-    return (j <= i) if window == FULL else (j <= i) & (j > i - window)
+    cuDNN has no fp32 attention, so fp32 on a GPU takes the blockwise kernel.
+    """
+    if kernel != "auto":
+        return kernel
+    backend = jax.default_backend()
+    if backend == "gpu" and dtype == jnp.bfloat16:
+        return "cudnn"
+    return "splash" if backend == "tpu" else "blockwise"
 
 
 def reference(q_BSHK, k_BSGK, v_BSGK, *, window: int) -> jax.Array:
@@ -39,10 +63,27 @@ def reference(q_BSHK, k_BSGK, v_BSGK, *, window: int) -> jax.Array:
     B, S, H, K = q_BSHK.shape
     G = k_BSGK.shape[2]
     q_BSGRK = q_BSHK.reshape(B, S, G, H // G, K)
-    scores = (
-        jnp.einsum("bsgrk,btgk->bgrst", q_BSGRK, k_BSGK, preferred_element_type=jnp.float32)
-        * K**-0.5
+    scores = jnp.einsum(
+        "bsgrk,btgk->bgrst", q_BSGRK, k_BSGK, preferred_element_type=jnp.float32
     )
-    scores = jnp.where(causal_window_mask(S, window), scores, -jnp.inf)
+    i = jnp.arange(S)
+    scores = jnp.where(visible(i[:, None], i[None, :], window), scores * K**-0.5, -jnp.inf)
     weights = jax.nn.softmax(scores, axis=-1).astype(v_BSGK.dtype)
     return jnp.einsum("bgrst,btgk->bsgrk", weights, v_BSGK).reshape(B, S, H, K)
+
+
+def cudnn(q_BSHK, k_BSGK, v_BSGK, *, window: int) -> jax.Array:
+    """NVIDIA's fused kernel, bf16 only; a sliding layer costs what its window costs."""
+    if q_BSHK.dtype != jnp.bfloat16:
+        raise UserError(
+            f"topology: attention cudnn computes in bfloat16, not {q_BSHK.dtype}: "
+            "choose blockwise, or precision.compute bfloat16"
+        )
+    return jax.nn.dot_product_attention(
+        q_BSHK,
+        k_BSGK,
+        v_BSGK,
+        is_causal=True,
+        local_window_size=None if window == FULL else (window - 1, 0),
+        implementation="cudnn",
+    )

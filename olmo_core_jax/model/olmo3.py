@@ -10,7 +10,8 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from olmo_core_jax.model.attention import FULL, attend
+from olmo_core_jax.model.attention import attend
+from olmo_core_jax.model.masks import FULL
 from olmo_core_jax.model.norm import rms_norm
 from olmo_core_jax.model.options import ModelOptions
 from olmo_core_jax.model.remat import rematerialise, save
@@ -54,9 +55,13 @@ class Attention(nnx.Module):
         k_BSGK = self._heads(rms_norm(linear(x_BSD, self.k), self.k_norm[...], self.eps))
         v_BSGK = save(self._heads(linear(x_BSD, self.v)), "v")
         q_BSHK, k_BSGK = save(apply_rope(q_BSHK, rope), "q"), save(apply_rope(k_BSGK, rope), "k")
-        a_BSHK = save(
-            attend(q_BSHK, k_BSGK, v_BSGK, window=self.window, kernel=self.opts.attention),
-            "attention",
+        a_BSHK = attend(
+            q_BSHK,
+            k_BSGK,
+            v_BSGK,
+            window=self.window,
+            kernel=self.opts.attention,
+            shard=self.opts.shard,
         )
         return save(linear(a_BSHK.reshape(*x_BSD.shape[:2], -1), self.out), "attention_out")
 

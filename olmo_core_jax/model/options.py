@@ -9,29 +9,30 @@ from jax.sharding import NamedSharding
 from olmo_core_jax.topology import Topology
 
 AxisNames = tuple[str | None, ...]
+Shard = Callable[[AxisNames], NamedSharding]
 
 
 @dataclass(frozen=True)
 class ModelOptions:
-    """compute_dtype: activations and the matrices' copies; attention: a kernel of attention.py; remat: a policy of
-    remat.py; scan_layers False unrolls the cycles over the same parameters.
+    """compute_dtype: of activations and the matrices' copies. attention: a kernel of attention.py.
+    remat: a policy of remat.py. scan_layers False unrolls the cycles over the same parameters.
 
-    shard maps logical axis names to a sharding; None leaves every array alone. The model says what its axes are
-    called and nothing else about devices.
+    shard maps logical axis names to a sharding; None leaves every array alone. The model says what
+    its axes are called and nothing else about devices.
     """
 
     compute_dtype: str = "float32"
     attention: str = "auto"
     scan_layers: bool = True
     remat: str = "none"
-    shard: Callable[[AxisNames], NamedSharding] | None = None
+    shard: Shard | None = None
 
     def constrain(self, x: jax.Array, *names: str | None) -> jax.Array:
         """x with the sharding of its named axes, or x itself where no mesh is in use."""
         return x if self.shard is None else jax.lax.with_sharding_constraint(x, self.shard(names))
 
     def exact_matmuls(self):
-        """A context in which fp32 products are computed in fp32, also on chips that would round their inputs."""
+        """A context in which fp32 products are fp32, also on chips that would round their inputs."""
         return jax.default_matmul_precision(
             "highest" if self.compute_dtype == "float32" else "default"
         )
