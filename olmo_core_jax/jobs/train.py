@@ -3,6 +3,7 @@
 import argparse
 import contextlib
 import logging
+import os
 import sys
 import time
 from contextlib import closing
@@ -163,7 +164,7 @@ def _outcome(context: Context, trainer, seconds: float) -> Outcome:
 
 
 def _start_digest(context: Context) -> str:
-    """The arrays that the stage begins with, as their checksums name them; the seed of our own initialisation."""
+    """The checksums of the arrays that the stage begins with; else the seed of our own initialisation."""
     meta = context.upstream(UPSTREAM[context.args.stage], "checkpoints", "0", "meta", "metadata")
     try:
         sums = storage.read_json(meta).get("checksums", {})
@@ -175,4 +176,8 @@ def _start_digest(context: Context) -> str:
 JOB = Job("train", folder, inputs, work, flags)
 
 if __name__ == "__main__":
-    sys.exit(main(JOB))
+    code = main(JOB)
+    logging.shutdown()
+    sys.stdout.flush()
+    # After a failed save, threads of Orbax wait for minutes for what will not come.
+    os._exit(code)

@@ -1,17 +1,13 @@
-"""Checkpoints: one atomic step directory holds the whole training state and says how to prove that it is whole.
+"""The checkpoints of one stage: saved in the background, proven when they are read, kept by rule.
 
-    <dir>/<step>/state/   Orbax: every array of the state
-    <dir>/<step>/meta/    metadata: JSON (what this step is; an array's checksum under "checksums"); files: sizes under state/
-
-A step counts as good when it is committed, is ours, and every file it lists is there in its size. Anything else is skipped
-with the reason, and is never deleted: where a new save needs the name, the old directory is moved aside.
+One atomic step holds the whole training state (step_directory.py says how it lies on disk). What is
+not good is skipped with the reason and never deleted; where a new save needs its name, it is moved
+aside. Restored arrays are compared with the checksums that were saved with them.
 """
 
-import json
+import itertools
 import logging
-import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -22,41 +18,30 @@ from jax.experimental import multihost_utils
 
 from olmo_core_jax import storage
 from olmo_core_jax.errors import JobError, UserError
-from olmo_core_jax.train.checksums import checksums, key_name
+from olmo_core_jax.train import step_directory
+from olmo_core_jax.train.checksums import checksums
+from olmo_core_jax.train.step_directory import (
+    FORMAT,
+    Damaged,
+    MetaArgs,
+    MetaHandler,
+    Shapes,
+    first_line,
+)
+
+__all__ = ["FORMAT", "CheckpointStore", "Damaged", "MetaArgs", "MetaHandler"]
 
 log = logging.getLogger(__name__)
 
-FORMAT = 1
-MAX_EXPIRED = 64
-TMP_MARK = ".orbax-checkpoint-tmp"
-
-
-class Damaged(Exception):
-    """A step that is listed as good but cannot be read back as it was saved."""
-
-
-class MetaHandler(ocp.JsonCheckpointHandler):
-    """Writes the metadata, and at the very end, still inside the uncommitted step, the sizes of the state's files."""
-
-    def finalize(self, directory: epath.Path) -> None:
-        sizes = dict(storage.walk(str(directory.parent / "state")))
-        if not sizes:
-            raise RuntimeError(
-                f"{directory.parent}: the state was not written before its file list"
-            )
-        (directory / "files").write_text(json.dumps(sizes))
-
-
-@ocp.args.register_with_handler(MetaHandler, for_save=True, for_restore=True)
-@dataclass
-class MetaArgs(ocp.args.CheckpointArgs):
-    item: Mapping[str, Any] | None = None
+NAMED = 8
+"""Arrays that an error names."""
 
 
 class CheckpointStore:
-    """The steps under one directory (a path or gs:// URI). In a multi-process job every process calls every method.
+    """The steps under one directory (a path or gs:// URI).
 
-    keep: newest periodic steps that stay; landmarks: steps that always stay.
+    In a job of several processes every process calls every method. keep: newest periodic steps
+    that stay; landmarks: steps that always stay.
     """
 
     def __init__(self, directory: str, *, keep: int = 2, landmarks: Sequence[int] = ()):
@@ -67,94 +52,51 @@ class CheckpointStore:
         self._expired: frozenset[int] = frozenset()
         self._manager: ocp.CheckpointManager | None = None
 
-    # -- what is there ------------------------------------------------------------------------------------------------
-
     def exists(self, step: int) -> bool:
         """Is there anything of this name, good or not?"""
         return (epath.Path(self.directory) / str(step)).exists()
 
     def problem(self, step: int) -> str | None:
         """Why the step cannot be used; None for a good one. Reads names and sizes, not arrays."""
-        if step in self._unreadable:
-            return self._unreadable[step]
-        where = epath.Path(self.directory) / str(step)
-        if not where.is_dir():
-            return "it is not a directory" if where.exists() else "it does not exist"
-        try:
-            meta = json.loads((where / "meta" / "metadata").read_text())
-            listed = json.loads((where / "meta" / "files").read_text())
-        except FileNotFoundError as e:
-            return f"it is incomplete or foreign ({storage.join('meta', str(e.filename or 'metadata').rpartition('/')[2])} is missing)"
-        except ValueError:
-            return "its metadata is not JSON"
-        if meta.get("format") != FORMAT:
-            return f"its format is {meta.get('format')!r}, not {FORMAT}"
-        if meta.get("step") != step:
-            return f"it calls itself step {meta.get('step')}"
-        there = dict(storage.walk(str(where / "state")))
-        bad = sorted(name for name, size in listed.items() if there.get(name) != size)
-        if bad:
-            what = (
-                "is missing"
-                if bad[0] not in there
-                else f"has {there[bad[0]]} of {listed[bad[0]]} bytes"
-            )
-            return f"state/{bad[0]} {what}" + (f", and {len(bad) - 1} more" if len(bad) > 1 else "")
-        return None
+        return self._unreadable.get(step) or step_directory.problem(self.directory, step)
 
     def good_steps(self) -> list[int]:
         """Good steps, oldest first, the same on every process. Logs once why others are skipped."""
-        found = []
-        if jax.process_index() == 0:
-            for entry in storage.list_dir(self.directory):
-                name, mark, _ = entry.name.partition(TMP_MARK)
-                if not name.isdigit():
-                    continue
-                reason = "it was never committed" if mark else self.problem(int(name))
-                if reason is None:
-                    found.append(int(name))
-                elif entry.name not in self._reported:
-                    self._reported.add(entry.name)
-                    log.warning(
-                        "checkpoint %s skipped: %s",
-                        storage.join(self.directory, entry.name),
-                        reason,
-                    )
-        return sorted(_from_first_process(found))
+        return sorted(_from_first_process(lambda: list(self._good())))
 
     def latest_good(self) -> int | None:
         """The newest good step, or None."""
-        return max(self.good_steps(), default=None)
+        newest = _from_first_process(lambda: list(itertools.islice(self._good(), 1)))
+        return newest[0] if newest else None
 
     def meta(self, step: int) -> dict[str, Any]:
         """What was saved beside the arrays. Raises UserError where the step is not good."""
-        self._require_good(step)
-        return json.loads(
-            (epath.Path(self.directory) / str(step) / "meta" / "metadata").read_text()
-        )
-
-    # -- writing ------------------------------------------------------------------------------------------------------
+        reason = self.problem(step)
+        if reason is not None:
+            raise UserError(f"checkpoint {storage.join(self.directory, str(step))}: {reason}")
+        return step_directory.read_meta(self.directory, step)
 
     def save(self, step: int, state: Mapping[str, Any], meta: Mapping[str, Any]) -> bool:
-        """Starts to write a step in the background and returns once the arrays may be reused.
+        """Starts to write a step in the background; returns once the arrays may be reused.
 
-        False: the step is there already and good. Raises JobError where this save, or the one before it, failed.
+        False: the step is there already and good. Raises JobError where this save failed, or the
+        one before it.
         """
         self.wait()
-        if step in self.good_steps():
+        # Landmarks stay whatever they are: nothing has to be read of them.
+        passed = self._landmarks - {step}
+        good = _from_first_process(lambda: list(self._good(passed)))
+        if step in good:
             return False
         if jax.process_index() == 0:
-            self._move_aside(step)
-        self._expired = frozenset(_from_first_process(self._expired_by(step)))
+            step_directory.move_aside(self.directory, step)
+        self._expired = self._expired_by(step, good)
         full = {"format": FORMAT, "step": step, **meta, "checksums": checksums(state)}
+        items = ocp.args.Composite(state=ocp.args.PyTreeSave(state), meta=MetaArgs(full))
         try:
             manager = self._open_manager()
             manager.reload()
-            manager.save(
-                step,
-                args=ocp.args.Composite(state=ocp.args.PyTreeSave(state), meta=MetaArgs(full)),
-                force=True,
-            )
+            manager.save(step, args=items, force=True)
         except Exception as e:
             raise self._failed(e) from e
         return True
@@ -175,26 +117,28 @@ class CheckpointStore:
             self._manager = None
             manager.close()
 
-    # -- reading ------------------------------------------------------------------------------------------------------
-
     def restore(self, step: int, like) -> tuple[Any, dict[str, Any]]:
-        """(state, meta) of a good step on the shardings of `like`, a tree of arrays or ShapeDtypeStructs.
+        """(state, meta) of a good step on the shardings of `like`, arrays or ShapeDtypeStructs.
 
-        The saved tree must have exactly the keys, shapes and dtypes of `like`: UserError names those that differ.
-        Raises Damaged where what is read is not what was saved.
+        The saved tree must have exactly the keys, shapes and dtypes of `like`: UserError names
+        those that differ. Raises Damaged where what is read is not what was saved.
         """
         meta = self.meta(step)
-        self._require_same(step, like, self._saved_shapes(step), partial=False)
+        self._require_same(step, like, step_directory.saved_shapes(self.directory, step))
         return self._read(step, like, meta), meta
 
     def restore_params(self, step: int, like) -> tuple[Any, dict[str, Any]]:
-        """(params, meta): only the parameters, from any of our checkpoints. `like` is the tree of parameters."""
+        """(params, meta): only the parameters, of any of our checkpoints. like: their tree."""
         meta = self.meta(step)
-        self._require_same(step, {"params": like}, self._saved_shapes(step), partial=True)
+        saved = step_directory.saved_shapes(self.directory, step)
+        only = {k: v for k, v in saved.items() if k.startswith("params/")}
+        self._require_same(step, {"params": like}, only)
         return self._read(step, {"params": like}, meta)["params"], meta
 
-    def restore_latest(self, like, accept: Callable[[int, dict], None]) -> tuple[Any, dict] | None:
-        """(state, meta) of the newest step that can be read, None where there is none.
+    def restore_latest(
+        self, like, accept: Callable[[int, dict], None]
+    ) -> tuple[Any, dict[str, Any]] | None:
+        """(state, meta) of the newest step that can be read back whole, None where there is none.
 
         accept(step, meta) raises UserError for a checkpoint that does not belong to this run.
         """
@@ -206,7 +150,27 @@ class CheckpointStore:
                 self._unreadable[step] = str(e)
         return None
 
-    # -- inside -------------------------------------------------------------------------------------------------------
+    def should_preserve(self, checkpoints, *, context) -> list[bool]:
+        """Orbax's preservation policy: asked in a save, acted on once the new step is committed."""
+        return [info.step not in self._expired for info in checkpoints]
+
+    def _expired_by(self, new: int, good: list[int]) -> frozenset[int]:
+        """Periodic steps that go once `new` is there; a good one stays beside the unproven one."""
+        periodic = sorted(s for s in good if s not in self._landmarks)
+        return frozenset(periodic[: -max(self._keep - 1, 1)])
+
+    def _good(self, passed: Collection[int] = ()) -> Iterator[int]:
+        """Good steps, newest first, but those in `passed`. Logs once why others are skipped."""
+        for step, name in reversed(step_directory.names_of_steps(self.directory)):
+            if step in passed:
+                continue
+            committed = name == str(step)
+            reason = self.problem(step) if committed else "it was never committed"
+            if reason is None:
+                yield step
+            elif name not in self._reported:
+                self._reported.add(name)
+                log.warning("%s skipped: %s", storage.join(self.directory, name), reason)
 
     def _open_manager(self) -> ocp.CheckpointManager:
         if self._manager is None:
@@ -220,66 +184,16 @@ class CheckpointStore:
             )
         return self._manager
 
-    def should_preserve(self, checkpoints, *, context) -> list[bool]:
-        """Orbax asks this while it saves, and deletes what we do not keep once the new step is committed."""
-        return [info.step not in self._expired for info in checkpoints]
-
-    def _expired_by(self, new: int) -> list[int]:
-        """Good periodic steps that may go once `new` is there. One good step always stays beside the unproven new one."""
-        if jax.process_index() != 0:
-            return []
-        periodic = [s for s in self.good_steps() if s != new and s not in self._landmarks]
-        stay = max(self._keep - 1, 1)
-        return periodic[:-stay][:MAX_EXPIRED]
-
-    def _move_aside(self, step: int) -> None:
-        for entry in storage.list_dir(self.directory):
-            if entry.name.partition(TMP_MARK)[0] != str(step):
-                continue
-            kind = "incomplete" if TMP_MARK in entry.name else "damaged"
-            old = epath.Path(self.directory) / entry.name
-            new = (
-                epath.Path(self.directory)
-                / f"{step}.{kind}-{time.strftime('%Y%m%dT%H%M%S')}-{time.monotonic_ns() % 10**6:06d}"
-            )
-            old.rename(new)
-            log.warning("%s is in the way of a new save: moved to %s", old, new.name)
-
-    def _saved_shapes(self, step: int) -> dict[str, tuple]:
-        where = epath.Path(self.directory) / str(step) / "state"
-        try:
-            tree = ocp.PyTreeCheckpointHandler().metadata(where).tree
-        except Exception as e:
-            raise Damaged(f"its array metadata cannot be read ({_first_line(e)})") from e
-        return _shapes(tree)
-
-    def _require_good(self, step: int) -> None:
-        reason = self.problem(step)
-        if reason is not None:
-            raise UserError(f"checkpoint {storage.join(self.directory, str(step))}: {reason}")
-
-    def _require_same(self, step: int, like, saved: dict[str, tuple], partial: bool) -> None:
-        wanted = _shapes(like)
-        roots = {key.partition("/")[0] for key in wanted}
-        if partial:
-            saved = {k: v for k, v in saved.items() if k.partition("/")[0] in roots}
-        lines = [f"{k} is missing" for k in sorted(wanted.keys() - saved.keys())]
-        lines += [f"{k} is not expected" for k in sorted(saved.keys() - wanted.keys())]
-        lines += [
-            f"{k} is {_text(saved[k])}, expected {_text(wanted[k])}"
-            for k in sorted(wanted.keys() & saved.keys())
-            if saved[k] != wanted[k]
-        ]
+    def _require_same(self, step: int, like, saved: Shapes) -> None:
+        lines = step_directory.differences(saved, step_directory.shapes_of(like))
         if lines:
-            more = f" (and {len(lines) - 8} more)" if len(lines) > 8 else ""
+            more = f" (and {len(lines) - NAMED} more)" if len(lines) > NAMED else ""
             raise UserError(
-                f"checkpoint {storage.join(self.directory, str(step))} does not fit this model or optimizer: "
-                + "; ".join(lines[:8])
-                + more
+                f"checkpoint {storage.join(self.directory, str(step))} does not fit this model or "
+                f"optimizer: {'; '.join(lines[:NAMED])}{more}"
             )
 
     def _read(self, step: int, like, meta: dict):
-        where = epath.Path(self.directory) / str(step) / "state"
         target = jax.tree.map(_abstract, like)
         args = ocp.args.PyTreeRestore(
             target,
@@ -288,23 +202,22 @@ class CheckpointStore:
         )
         try:
             with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as reader:
-                state = reader.restore(where, args=args)
+                state = reader.restore(epath.Path(self.directory) / str(step) / "state", args=args)
         except Exception as e:
-            raise Damaged(f"its arrays cannot be read ({_first_line(e)})") from e
-        saved = meta.get("checksums", {})
+            raise Damaged(f"its arrays cannot be read ({first_line(e)})") from e
+        saved = meta.get("checksums")
         now = checksums(state) if saved else {}
         changed = sorted(k for k, v in now.items() if saved.get(k) != v)
         if changed:
-            raise Damaged(f"{', '.join(changed[:4])} changed since the save (checksum)")
+            raise Damaged(f"{', '.join(changed[:NAMED])}: not what was saved (checksum)")
         return state
 
     def _failed(self, error: Exception) -> JobError:
-        good = max(
-            (s for s in _local_steps(self.directory) if self.problem(s) is None), default=None
-        )
+        good = next(self._good(), None)  # no talk with the other processes: they may be gone
         last = "none" if good is None else storage.join(self.directory, str(good))
         return JobError(
-            f"a checkpoint under {self.directory} could not be written: {_first_line(error)}; last good checkpoint: {last}"
+            f"a checkpoint under {self.directory} could not be written: {first_line(error)}; "
+            f"last good checkpoint: {last}"
         )
 
 
@@ -315,33 +228,11 @@ def _abstract(x) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
 
 
-def _shapes(tree) -> dict[str, tuple]:
-    return {
-        key_name(path): (tuple(x.shape), np.dtype(x.dtype).name)
-        for path, x in jax.tree_util.tree_leaves_with_path(
-            tree, is_leaf=lambda x: hasattr(x, "shape")
-        )
-    }
-
-
-def _text(shape_dtype: tuple) -> str:
-    shape, dtype = shape_dtype
-    return f"{dtype}[{','.join(map(str, shape))}]"
-
-
-def _first_line(error: BaseException) -> str:
-    lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0][:200]}" if lines else type(error).__name__
-
-
-def _local_steps(directory: str) -> list[int]:
-    return [int(e.name) for e in storage.list_dir(directory) if e.name.isdigit()]
-
-
-def _from_first_process(steps: list[int]) -> list[int]:
-    """The first process's list, on every process."""
+def _from_first_process(find: Callable[[], list[int]]) -> list[int]:
+    """What the first process finds, on every process."""
+    mine = find() if jax.process_index() == 0 else []
     if jax.process_count() == 1:
-        return steps
-    count = int(multihost_utils.broadcast_one_to_all(np.int32(len(steps))))
-    mine = steps if jax.process_index() == 0 else [0] * count
-    return [int(s) for s in multihost_utils.broadcast_one_to_all(np.asarray(mine, np.int32))]
+        return mine
+    count = int(multihost_utils.broadcast_one_to_all(np.int32(len(mine))))
+    padded = np.asarray(mine or [0] * count, np.int32)
+    return [int(s) for s in multihost_utils.broadcast_one_to_all(padded)]

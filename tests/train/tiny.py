@@ -18,7 +18,7 @@ VOCAB, EOS, PAD, SEQUENCE, BATCH = 64, 63, 62, 32, 8
 
 
 def write_recipe(folder: Path, updates: int = 30, every: int = 10, **stage) -> str:
-    """Writes recipe and data under `folder` and returns the recipe's path. **stage: changes to stage 1."""
+    """Writes recipe and data under `folder`; returns the recipe's path. **stage: changes to stage 1."""
     folder.mkdir(parents=True, exist_ok=True)
     rng = np.random.default_rng(0)
     # Words that repeat, so that there is something to learn.
