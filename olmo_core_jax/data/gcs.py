@@ -6,6 +6,7 @@ import functools
 from typing import Any
 
 import requests
+import urllib3
 from requests.adapters import HTTPAdapter
 
 from olmo_core_jax.data import readers
@@ -24,25 +25,37 @@ class GcsReader:
         blob = _client().bucket(bucket).blob(key)
 
         def attempt() -> bytes:
+            from google.api_core import exceptions
+
             # Tries are counted and bounded in one place, readers.repeat; a range has no checksum.
             options: dict[str, Any] = {"retry": None, "checksum": None, "raw_download": True}
-            end = offset + length - 1
-            return blob.download_as_bytes(
-                start=offset, end=end, timeout=int(readers.TRY_SECONDS), **options
-            )
+            timeout = int(readers.TRY_SECONDS)
+            try:
+                data = blob.download_as_bytes(
+                    start=offset, end=offset + length - 1, timeout=timeout, **options
+                )
+            except exceptions.NotFound:
+                raise readers.missing(uri) from None
+            except exceptions.RequestRangeNotSatisfiable:
+                raise readers.short(uri, offset, length, 0) from None
+            except (exceptions.Forbidden, exceptions.Unauthorized) as e:
+                raise readers.refused(uri, e) from None
+            if (
+                len(data) != length
+            ):  # a body that broke off has raised: the object itself is shorter
+                raise readers.short(uri, offset, length, len(data))
+            return data
 
-        return readers.retried(uri, offset, length, attempt, _passing)
+        return readers.repeat(f"{uri} at byte {offset}", attempt, _passing)
 
 
 def _passing(error: Exception) -> bool:
-    """Is it worth asking again? Raises UserError for a missing object or a range beyond its end."""
+    """Is it worth asking again?"""
     from google.api_core import exceptions
 
-    if isinstance(error, exceptions.NotFound):
-        raise UserError("the object does not exist: restore it, or correct data.base") from None
     if isinstance(error, exceptions.GoogleAPICallError):
         return error.code in (408, 429) or (error.code or 0) >= 500
-    return isinstance(error, OSError | requests.RequestException)
+    return isinstance(error, OSError | requests.RequestException | urllib3.exceptions.HTTPError)
 
 
 @functools.cache

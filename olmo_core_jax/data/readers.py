@@ -69,7 +69,8 @@ class LocalReader:
         self._lock = threading.Lock()
 
     def read(self, uri: str, offset: int, length: int) -> bytes:
-        data = os.pread(self._file(uri).fd, length, offset)
+        file = self._file(uri)  # held while it is read: another thread may let go of it
+        data = os.pread(file.fd, length, offset)
         if len(data) != length:
             raise short(uri, offset, length, len(data))
         return data
@@ -115,13 +116,19 @@ class HttpReader:
 
         def attempt() -> bytes:
             with urllib.request.urlopen(request, timeout=TRY_SECONDS) as answer:
-                if answer.status != 206 and offset:
-                    raise UserError(
-                        f"{uri}: the server does not answer range requests; mirror it first"
-                    )
-                return answer.read(length)
+                if answer.status != 206:
+                    raise UserError(f"{uri}: the server answers no range requests; mirror it first")
+                promised = int(answer.headers["Content-Length"])
+                if promised != length:
+                    raise short(uri, offset, length, promised)
+                return answer.read()  # raises IncompleteRead where the body breaks off
 
-        return retried(uri, offset, length, attempt, _http_verdict)
+        try:
+            return repeat(f"{uri} at byte {offset}", attempt, _http_verdict)
+        except urllib.error.HTTPError as e:
+            if e.code == 416:
+                raise short(uri, offset, length, 0) from None
+            raise missing(uri) if e.code == 404 else refused(uri, e) from None
 
     def size(self, uri: str) -> int | None:
         """Bytes by a HEAD request, None where there is no such file."""
@@ -150,27 +157,10 @@ def _http_verdict(error: Exception) -> bool:
     return isinstance(error, OSError) or type(error).__module__ == "http.client"
 
 
-def retried(
-    uri: str,
-    offset: int,
-    length: int,
-    attempt: Callable[[], bytes],
-    passing: Callable[[Exception], bool],
-) -> bytes:
-    """`attempt` until it gives `length` bytes. A short answer counts as a failure that may pass."""
-
-    def whole() -> bytes:
-        data = attempt()
-        if len(data) != length:
-            raise ConnectionError(f"{len(data)} of {length} bytes came")
-        return data
-
-    return repeat(f"{uri} at byte {offset}", whole, passing)
-
-
 def repeat(what: str, attempt: Callable, passing: Callable[[Exception], bool]):
-    """Result of `attempt`, tried with growing pauses up to the deadline while `passing(error)`.
-    Raises ReadFailed.
+    """Result of `attempt`, tried again with growing pauses while its error may pass.
+
+    Raises the error itself where it may not, ReadFailed after the deadline.
     """
     begun, pause, tries = time.monotonic(), 0.2, 0
     while True:
@@ -182,7 +172,7 @@ def repeat(what: str, attempt: Callable, passing: Callable[[Exception], bool]):
         except Exception as e:
             spent = time.monotonic() - begun
             if not passing(e):
-                raise UserError(f"{what} cannot be read: {e}") from None
+                raise
             if spent + pause > DEADLINE_SECONDS:
                 raise ReadFailed(
                     f"{what} could not be read within {DEADLINE_SECONDS:.0f} s ({tries} tries): {e}"
@@ -196,3 +186,11 @@ def short(uri: str, offset: int, length: int, got: int) -> UserError:
         f"shard {uri} is truncated: {got} of {length} bytes at byte {offset}; "
         "restore it, or build a new index in a new run root"
     )
+
+
+def missing(uri: str) -> UserError:
+    return UserError(f"{uri} does not exist: restore it, or correct data.base")
+
+
+def refused(uri: str, error: Exception) -> UserError:
+    return UserError(f"{uri} cannot be read: {error}; check who may read it")
