@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from olmo_core_jax.errors import JobError
+from olmo_core_jax.launch import commands
 
 app = typer.Typer(
     no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help=__doc__
@@ -42,6 +43,8 @@ def _add_job(verb: str, text: str) -> None:
 
 for _verb, _text in JOBS.items():
     _add_job(_verb, _text)
+
+commands.register(app)
 
 
 @app.command()

@@ -6,14 +6,17 @@ Every line carries Kubernetes' time stamp. A file is written whole, again and ag
 next one begins: so it works the same on a disk and in a bucket, and a restarted controller goes on after the last line.
 """
 
+import re
 import threading
 import time
+from collections.abc import Iterator
 from datetime import UTC, datetime
 from typing import Any
 
 from olmo_core_jax import storage
 from olmo_core_jax.errors import JobError
-from olmo_core_jax.launch.kube import Kube, NotFound, NotYet
+from olmo_core_jax.launch import names
+from olmo_core_jax.launch.kube import PODS, Kube, NotFound, NotYet
 
 PART_BYTES = 1 << 20
 FLUSH_SECONDS = 15.0
@@ -107,8 +110,6 @@ class _Follower(threading.Thread):
         return self._ended()
 
     def _ended(self) -> bool:
-        from olmo_core_jax.launch.kube import PODS
-
         try:
             pod = self.kube.get(PODS, self.pod)
         except NotFound:
@@ -168,6 +169,17 @@ class _Copy:
 
     def _uri(self) -> str:
         return storage.join(self.folder, f"{self._part:05d}.log")
+
+
+def saved_logs(run_root: str, folder: str, all_hosts: bool = False) -> Iterator[tuple[str, str]]:
+    """(pod and container, its whole log) of a stage's pods, oldest first; without all_hosts only of first hosts."""
+    root = storage.join(run_root, folder, "pod_logs")
+    for entry in storage.list_dir(root):
+        if not all_hosts and not re.search(rf"-{names.JOB}-\d+-0-\w+\.", entry.name):
+            continue
+        parts = storage.list_dir(storage.join(root, entry.name))
+        texts = (storage.read_text(storage.join(root, entry.name, p.name)) for p in parts)
+        yield entry.name, "".join(texts)
 
 
 def _host(pod: dict[str, Any]) -> int:

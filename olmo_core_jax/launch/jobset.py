@@ -54,7 +54,7 @@ def render(
             {
                 "name": names.JOB,
                 "replicas": gke.slices,
-                "template": {"spec": _job_spec(gke, command, name)},
+                "template": {"spec": _job_spec(gke, command)},
             }
         ],
     }
@@ -186,12 +186,12 @@ def _pod_failure_policy(gke: GKE) -> Manifest:
     return {"rules": rules}
 
 
-def _job_spec(gke: GKE, command: list[str], name: str) -> Manifest:
+def _job_spec(gke: GKE, command: list[str]) -> Manifest:
     return {
         "parallelism": gke.hardware.hosts,
         "completions": gke.hardware.hosts,
         "completionMode": "Indexed",
         "backoffLimit": 0,
         "podFailurePolicy": _pod_failure_policy(gke),
-        "template": pod_template(gke, containers(gke), command, name),
+        "template": pod_template(gke, containers(gke), command),
     }

@@ -25,12 +25,12 @@ GCSFUSE_OPTIONS = (
 GCSFUSE_WRITE_OPTIONS = ("implicit-dirs",)
 
 
-def pod_template(gke: GKE, containers: list[str], command: list[str], jobset: str) -> Manifest:
+def pod_template(gke: GKE, containers: list[str], command: list[str]) -> Manifest:
     """metadata and spec of every pod."""
     spec: Manifest = {
         "restartPolicy": "Never",
         "terminationGracePeriodSeconds": gke.grace_seconds,
-        "nodeSelector": _node_selector(gke),
+        "nodeSelector": node_selector(gke),
         "containers": [_container(gke, name, i, command) for i, name in enumerate(containers)],
         "volumes": [{"name": "shm", "emptyDir": _shm(gke)}, *_volumes(gke)],
     }
@@ -58,7 +58,8 @@ def pod_template(gke: GKE, containers: list[str], command: list[str], jobset: st
     return {"metadata": metadata, "spec": spec} if metadata else {"spec": spec}
 
 
-def _node_selector(gke: GKE) -> dict[str, str]:
+def node_selector(gke: GKE) -> dict[str, str]:
+    """The labels that a node has to have."""
     found = dict(gke.hardware.node_selector)
     if gke.hardware.name.startswith("tpu7x") and not gke.hardware.multi_host:
         found.pop(TOPOLOGY_LABEL)  # single-host TPU7x pools are made without a topology

@@ -57,13 +57,13 @@ class Lab:
         seed=0,
         translate=run_standin,
         grace_scale=0.01,
-        secrets=None,
+        secret_values=None,
         flags=(),
         **gke,
     ):
         self.root = str(tmp_path / "run")
         self.store = Store()
-        self.kubelet = Kubelet(self.store, translate, grace_scale, secrets)
+        self.kubelet = Kubelet(self.store, translate, grace_scale, secret_values)
         self.cluster = Cluster(self.store, self.kubelet, quota, seed)
         self.api = ApiServer(self.store, self.kubelet.read_log)
         self.profile = profile(tmp_path, **gke)

@@ -1,0 +1,113 @@
+"""`olmo-jax` verbs for one stage on a cluster by hand: the same code as the flow's."""
+
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from olmo_core_jax.errors import UserError
+
+if TYPE_CHECKING:
+    from olmo_core_jax.launch.job import Job
+
+Recipe = Annotated[str, typer.Option(help="name of a shipped recipe, or a YAML file")]
+RunRoot = Annotated[str, typer.Option(help="folder or gs:// URI of the whole run")]
+Stage = Annotated[str, typer.Option(help="stage1_train, eval_landmarks/100, ...")]
+ProfileFile = Annotated[
+    str | None, typer.Option("--profile", help="launch profile; default: the file that OLMO_LAUNCH names")
+]
+
+
+def register(app: typer.Typer) -> None:
+    """Adds the verbs to the command line."""
+    for verb in (render, submit, status, logs, cancel, preflight):
+        app.command()(verb)
+    app.command(name="resume-until-done")(resume_until_done)
+
+
+def job_of(stage: str, recipe: str, run_root: str) -> "Job":
+    """The job of a stage folder. Raises UserError that lists the stages."""
+    from olmo_core_jax.launch import job as jobs
+
+    name, _, rest = stage.partition("/")
+    if name == "eval_landmarks" and rest.isdigit():
+        return jobs.evaluate_landmark(recipe, run_root, int(rest))
+    makers = {
+        "convert_weights": jobs.convert_weights,
+        "build_index": jobs.build_index,
+        "stage1_train": lambda r, u: jobs.train(r, u, "stage1"),
+        "warm_adam": jobs.warm_adam,
+        "stage2_train": lambda r, u: jobs.train(r, u, "stage2"),
+        "final_eval": jobs.final_eval,
+    }
+    if stage not in makers:
+        raise UserError(f"unknown stage {stage!r}: one of {', '.join(makers)}, eval_landmarks/STEP")
+    return makers[stage](recipe, run_root)
+
+
+def _launcher(recipe: str, run_root: str, stage: str, profile: str | None):
+    from olmo_core_jax.launch.gke import Launcher
+    from olmo_core_jax.launch.profile import load_profile
+
+    return Launcher(job_of(stage, recipe, run_root), load_profile(profile))
+
+
+def render(recipe: Recipe, run_root: RunRoot, stage: Stage, profile: ProfileFile = None) -> None:
+    """Print a stage's JobSet; nothing is sent."""
+    from olmo_core_jax.launch.check import check
+    from olmo_core_jax.launch.jobset import render as manifest_of
+    from olmo_core_jax.launch.jobset import to_yaml
+    from olmo_core_jax.launch.profile import load_profile
+
+    manifest = manifest_of(job_of(stage, recipe, run_root), load_profile(profile))
+    check(manifest)
+    typer.echo(to_yaml(manifest), nl=False)
+
+
+def submit(recipe: Recipe, run_root: RunRoot, stage: Stage, profile: ProfileFile = None) -> None:
+    """Create a stage's JobSet, or find the one that is there, and return at once."""
+    _launcher(recipe, run_root, stage, profile).submit()
+
+
+def status(recipe: Recipe, run_root: RunRoot, stage: Stage, profile: ProfileFile = None) -> None:
+    """Say in one line what a stage is doing."""
+    typer.echo(_launcher(recipe, run_root, stage, profile).status())
+
+
+def logs(run_root: RunRoot, stage: Stage, all_hosts: Annotated[bool, typer.Option("--all")] = False) -> None:
+    """Print the saved logs of every attempt (of the first host; --all: of every host)."""
+    from olmo_core_jax.launch.gke_logs import saved_logs
+
+    for name, text in saved_logs(run_root, stage, all_hosts):
+        typer.echo(f"==> {name}\n{text}", nl=False)
+
+
+def cancel(recipe: Recipe, run_root: RunRoot, stage: Stage, profile: ProfileFile = None) -> None:
+    """Delete a stage's JobSet and wait until its pods are gone; what it saved stays."""
+    there = _launcher(recipe, run_root, stage, profile).cancel()
+    typer.echo("deleted" if there else "there was no JobSet")
+
+
+def resume_until_done(recipe: Recipe, run_root: RunRoot, stage: Stage, profile: ProfileFile = None) -> None:
+    """Submit or attach, and watch until the stage's result is there."""
+    result = _launcher(recipe, run_root, stage, profile).run()
+    typer.echo(f"{result.stage}: finished; {len(result.figures)} figures in result.json")
+
+
+def preflight(recipe: Recipe, run_root: RunRoot, stage: Stage, profile: ProfileFile = None) -> None:
+    """Look at everything that a submission needs; exit code 0 only if all of it is there."""
+    from olmo_core_jax.launch import preflight as rows
+    from olmo_core_jax.launch.profile import load_profile
+
+    chosen = load_profile(profile)
+    found = rows.preflight(job_of(stage, recipe, run_root), chosen, _impatient(chosen, stage))
+    typer.echo(rows.table(found))
+    raise typer.Exit(0 if all(r.passed for r in found) else 1)
+
+
+def _impatient(profile, stage: str):
+    """Requests without patience: a preflight should say at once what is not there."""
+    from olmo_core_jax.launch import kube
+
+    gke = profile.gke_of(stage)
+    return kube.Kube(lambda: kube.connect(gke.context), gke.namespace, patience=15.0)
+
