@@ -39,7 +39,9 @@ def test_wrong_header_length(tmp_path, length):
     folder = write_hf(tiny(), tmp_path / "hf")
     data = (folder / "model.safetensors").read_bytes()
     (folder / "model.safetensors").write_bytes(struct.pack("<Q", length) + data[8:])
-    refused(tiny(), folder, tmp_path / "out", r"model.safetensors is not a safetensors file: its header")
+    refused(
+        tiny(), folder, tmp_path / "out", r"model.safetensors is not a safetensors file: its header"
+    )
 
 
 def test_header_that_overlaps(tmp_path):
@@ -57,7 +59,12 @@ def test_header_that_overlaps(tmp_path):
 def test_missing_shard(tmp_path):
     folder = write_hf(tiny(), tmp_path / "hf", shards=3)
     (folder / "model-00002-of-00003.safetensors").unlink()
-    refused(tiny(), folder, tmp_path / "out", r"there is no model-00002-of-00003.safetensors that its index")
+    refused(
+        tiny(),
+        folder,
+        tmp_path / "out",
+        r"there is no model-00002-of-00003.safetensors that its index",
+    )
 
 
 def test_index_and_shard_disagree(tmp_path):
@@ -77,13 +84,18 @@ def test_no_weights_at_all(tmp_path):
 @pytest.mark.parametrize(
     "change, pattern",
     [
-        (lambda t: t.pop("model.layers.5.mlp.up_proj.weight"), r"layers.5.mlp.up_proj.weight is missing"),
+        (
+            lambda t: t.pop("model.layers.5.mlp.up_proj.weight"),
+            r"layers.5.mlp.up_proj.weight is missing",
+        ),
         (
             lambda t: t.update({"model.layers.0.self_attn.q_proj.bias": np.zeros(64, np.float32)}),
             r"no part of the recipe's model takes: model.layers.0.self_attn.q_proj.bias",
         ),
         (
-            lambda t: t.update({"model.layers.2.self_attn.k_proj.weight": np.zeros((32, 64), np.float32)}),
+            lambda t: t.update(
+                {"model.layers.2.self_attn.k_proj.weight": np.zeros((32, 64), np.float32)}
+            ),
             r"layers.2.self_attn.k_proj.weight has shape \[32, 64\], the recipe's model has \[64, 64\]",
         ),
         (
@@ -131,7 +143,13 @@ def test_wrong_tensors(tmp_path, change, pattern):
         ({"rms_norm_eps": 1e-5}, r"says norm_eps = 1e-05"),
         ({"num_hidden_layers": 4}, r"says n_layers = 4"),
         (
-            {"rope_scaling": {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 64}},
+            {
+                "rope_scaling": {
+                    "rope_type": "yarn",
+                    "factor": 8.0,
+                    "original_max_position_embeddings": 64,
+                }
+            },
             r"says rope_scaling = ",
         ),
         ({"rope_scaling": {"rope_type": "linear", "factor": 8.0}}, r"scaling of type 'linear'"),
@@ -156,7 +174,9 @@ def test_vocabulary_smaller_than_the_tokenizer(tmp_path):
     for name in ("model.embed_tokens.weight", "lm_head.weight"):
         tensors[name] = tensors[name][: cfg.vocab_size - 1]
     folder = write_hf(cfg, tmp_path / "hf", tensors)
-    refused(cfg, folder, tmp_path / "out", r"vocabulary of 199 rows; the recipe's tokenizer needs 200")
+    refused(
+        cfg, folder, tmp_path / "out", r"vocabulary of 199 rows; the recipe's tokenizer needs 200"
+    )
 
 
 def test_tokenizer_file_larger_than_the_vocabulary(tmp_path):

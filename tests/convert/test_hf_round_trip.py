@@ -32,7 +32,9 @@ def test_bytes_survive_the_round_trip(tmp_path, kv_heads, rows, shards):
     source = write_hf(cfg, tmp_path / "hf", tensors, shards)
     step = to_ours(cfg, source, tmp_path / "ours")
     count = cfg.vocab_size if rows == "released" else None
-    written = export(step, cfg, tmp_path / "back", rows=count, shard_bytes=10**9 if shards == 1 else 400_000)
+    written = export(
+        step, cfg, tmp_path / "back", rows=count, shard_bytes=10**9 if shards == 1 else 400_000
+    )
     assert raw_bytes(tmp_path / "back") == raw_bytes(source)
     assert written.changed == 0
     assert (len(written.files) > 2) == (shards > 1)

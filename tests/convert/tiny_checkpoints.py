@@ -9,6 +9,7 @@ import numpy as np
 from olmo_core_jax.convert import hf
 from olmo_core_jax.convert.names import leaves
 from olmo_core_jax.convert.orbax_io import write_step
+from olmo_core_jax.errors import UserError
 from olmo_core_jax.recipes.schema import Model, RopeScaling, Tokenizer
 
 
@@ -78,7 +79,7 @@ def hf_model(cfg: Model, rows: int | None = None, seed: int = 0, dtype: str = "f
         for parameter in model.parameters():
             if parameter.ndim == 1:
                 parameter.copy_(1 + 0.3 * torch.randn_like(parameter))
-        model.lm_head.weight.mul_(4)
+        model.lm_head.weight.mul_(2)
     return model.to(getattr(torch, dtype)).eval()
 
 
@@ -132,7 +133,7 @@ def olmo_core_model(cfg: Model, seed: int = 0):
                 parameter.copy_(1 + 0.3 * torch.randn_like(parameter))
             else:
                 parameter.copy_(0.02 * torch.randn_like(parameter))
-        model.lm_head.w_out.weight.mul_(4)
+        model.lm_head.w_out.weight.mul_(2)
     return model.eval(), config
 
 
@@ -158,7 +159,12 @@ def save_native(cfg: Model, folder: Path, updates: int = 3, seed: int = 0) -> di
         "global_step": updates,
         "global_train_tokens_seen": updates * 1024,
         "epoch": 1,
-        "data_loader": {"dataset_fingerprint": "f00d", "seed": 7, "epoch": 1, "batches_processed": updates},
+        "data_loader": {
+            "dataset_fingerprint": "f00d",
+            "seed": 7,
+            "epoch": 1,
+            "batches_processed": updates,
+        },
         "rng": {"numpy": np.random.get_state(), "torch": torch.random.get_rng_state()},
         "callbacks": {},
     }
@@ -186,7 +192,9 @@ def random_params(cfg: Model, seed: int = 0) -> dict[str, np.ndarray]:
     return made
 
 
-def write_hf(cfg: Model, folder: Path, tensors: dict | None = None, shards: int = 1, **config) -> Path:
+def write_hf(
+    cfg: Model, folder: Path, tensors: dict | None = None, shards: int = 1, **config
+) -> Path:
     """An HF folder written by the safetensors package; config: fields to change."""
     from safetensors.numpy import save_file
 

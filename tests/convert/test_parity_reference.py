@@ -1,0 +1,124 @@
+"""Our model against transformers and OLMo-core on the same weights: logits, and every part of every layer."""
+
+import json
+
+import numpy as np
+import pytest
+import tiny_checkpoints as factory
+from tiny_checkpoints import TOKENIZER, tiny, to_ours
+
+from olmo_core_jax.convert import hf, parity, sides
+from olmo_core_jax.convert.olmo_core import open_native
+from olmo_core_jax.convert.orbax_io import OrbaxStep, write_step
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("transformers")
+pytest.importorskip("olmo_core")
+pytestmark = pytest.mark.reference
+
+# width, key/value heads, YaRN; compiling each takes seconds, so the default run has two of them
+SHAPES = [
+    pytest.param(64, 4, False, id="mha"),
+    pytest.param(64, 2, True, id="gqa-yarn"),
+    pytest.param(128, 2, False, id="gqa-128", marks=pytest.mark.slow),
+    pytest.param(128, 4, True, id="yarn-128", marks=pytest.mark.slow),
+    pytest.param(512, 4, False, id="mha-512", marks=pytest.mark.slow),
+    pytest.param(512, 1, True, id="mqa-yarn-512", marks=pytest.mark.slow),
+]
+
+
+@pytest.mark.parametrize("width, kv_heads, yarn", SHAPES)
+def test_against_transformers(tmp_path, width, kv_heads, yarn):
+    cfg = tiny(width=width, kv_heads=kv_heads, yarn=yarn)
+    source = factory.save_hf(factory.hf_model(cfg), tmp_path / "hf")
+    step = to_ours(cfg, source, tmp_path / "ours")
+    t = factory.tokens(cfg, length=96)
+    for dtype in ("float32", "bfloat16"):
+        a, b = sides.trace_ours(step, t, dtype), sides.trace_hf(str(source), t, dtype)
+        verdict = parity.judge("ours", "transformers", dtype, a, b)
+        assert verdict.ok, verdict.table()
+        assert len(verdict.parts) == 3 + 4 * cfg.n_layers
+
+
+@pytest.mark.parametrize("width, kv_heads, yarn", SHAPES)
+def test_against_olmo_core(tmp_path, width, kv_heads, yarn):
+    cfg = tiny(width=width, kv_heads=kv_heads, yarn=yarn)
+    factory.save_native(cfg, tmp_path / "step3")
+    native = open_native(str(tmp_path / "step3"), cfg)
+    meta = {"model": cfg.model_dump(mode="json")}
+    step = write_step(str(tmp_path / "ours"), 0, {"params": native.params("float32")}, meta)
+    t = factory.tokens(cfg, length=96)
+    a = sides.trace_ours(step, t, "float32")
+    b = sides.trace_side(str(tmp_path / "step3"), t, "float32")
+    verdict = parity.judge("ours", "OLMo-core", "float32", a, b)
+    assert verdict.ok, verdict.table()
+
+
+def test_our_export_is_what_transformers_computes(tmp_path):
+    """The export loads as it is, uses every tensor, and gives the very logits of the source."""
+    cfg = tiny(kv_heads=2, yarn=True)
+    source = factory.save_hf(factory.hf_model(cfg), tmp_path / "hf")
+    step = OrbaxStep(to_ours(cfg, source, tmp_path / "ours"))
+    hf.export_hf(step, cfg, TOKENIZER, str(tmp_path / "out"), context=512, shard_bytes=300_000)
+    t = factory.tokens(cfg)
+    before, after = (sides.trace_hf(str(tmp_path / f), t, "float32") for f in ("hf", "out"))
+    assert all(np.array_equal(before[part], after[part]) for part in before)
+
+
+def test_released_vocabulary(tmp_path):
+    """Without the padding rows the real entries' logits stay the same numbers."""
+    cfg = tiny()
+    source = factory.save_hf(factory.hf_model(cfg), tmp_path / "hf")
+    step = OrbaxStep(to_ours(cfg, source, tmp_path / "ours"))
+    hf.export_hf(step, cfg, TOKENIZER, str(tmp_path / "out"), context=512, rows=cfg.vocab_size)
+    t = factory.tokens(cfg)
+    padded, cut = (sides.trace_hf(str(tmp_path / f), t, "float32")["logits"] for f in ("hf", "out"))
+    assert cut.shape[-1] == cfg.vocab_size
+    assert parity.compare_logits(padded, cut).max_abs < 2e-6
+
+
+def test_legacy_form_of_the_rotary_settings(tmp_path):
+    """config.json as transformers 4 wrote it: rope_theta and rope_scaling at the top."""
+    cfg = tiny(yarn=True)
+    source = factory.save_hf(factory.hf_model(cfg), tmp_path / "hf")
+    config = json.loads((source / "config.json").read_text())
+    full = config.pop("rope_parameters")["full_attention"]
+    config["rope_theta"] = full.pop("rope_theta")
+    config["rope_scaling"] = full
+    (source / "config.json").write_text(json.dumps(config))
+    step = to_ours(cfg, source, tmp_path / "ours")
+    t = factory.tokens(cfg, length=96)
+    a, b = sides.trace_ours(step, t, "float32"), sides.trace_hf(str(source), t, "float32")
+    verdict = parity.judge("ours", "transformers", "float32", a, b)
+    assert verdict.ok, verdict.table()
+
+
+def test_yarn_leaves_sliding_layers_alone(tmp_path):
+    """All layers sliding: the same numbers with and without YaRN. With full ones: not."""
+    t = factory.tokens(tiny(), length=96)
+    for pattern, equal in (([12, 12], True), ([12, -1], False)):
+        logits = []
+        for yarn in (False, True):
+            cfg = tiny(yarn=yarn).model_copy(update={"pattern": pattern})
+            tensors = factory.random_params(cfg)
+            folder = tmp_path / f"{pattern[1]}_{yarn}"
+            config = hf.hf_config.config_from_model(
+                cfg, rows=256, context=512, eos_id=1, pad_id=2, bos_id=None, dtype="float32"
+            )
+            step = to_ours(
+                cfg,
+                factory.write_hf(cfg, folder, tensors, **config),
+                tmp_path / f"o{pattern[1]}{yarn}",
+            )
+            logits.append(sides.logits_ours(step, t, "float32"))
+        assert np.array_equal(*logits) == equal
+
+
+def test_unused_or_invented_weights_are_an_error(tmp_path):
+    """transformers would only warn, and compare random numbers."""
+    cfg = tiny()
+    tensors = factory.random_params(cfg)
+    tensors["model.layers.0.self_attn.q_proj.bias"] = np.zeros(64, np.float32)
+    folder = factory.write_hf(cfg, tmp_path / "hf", tensors)
+    with pytest.raises(factory.UserError, match="unused or makes them up: .*q_proj.bias"):
+        sides.trace_hf(str(folder), factory.tokens(cfg), "float32")
