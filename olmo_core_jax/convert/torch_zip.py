@@ -2,6 +2,7 @@
 
 import io
 import zipfile
+import zlib
 from dataclasses import dataclass
 
 import numpy as np
@@ -50,21 +51,37 @@ class RangeFile(io.RawIOBase):
         return read_range(self.uri, self._offset + start, n)
 
 
-@dataclass(frozen=True)
+@dataclass
 class SavedTensor:
-    """One saved tensor: its numbers are `nbytes` raw bytes from `start` of the file."""
+    """One saved tensor: its numbers are raw bytes from `start` of the file.
+
+    crc: of the numbers, 0 where the file has none; checked when they are read from end to end.
+    """
 
     uri: str
     start: int
     dtype: np.dtype
     shape: tuple[int, ...]
+    crc: int = 0
+    _next: int = 0
+    _running: int = 0
 
     def rows(self, first: int, last: int) -> np.ndarray:
         """Rows [first, last), or of a 0-d tensor its value as [1]."""
         row_shape = self.shape[1:]
         row = int(np.prod(row_shape, dtype=np.int64)) * self.dtype.itemsize
         data = read_range(self.uri, self.start + first * row, (last - first) * row)
+        self._check(data, first, last)
         return np.frombuffer(data, self.dtype).reshape(last - first, *row_shape)
+
+    def _check(self, data: bytes, first: int, last: int) -> None:
+        if first == 0:
+            self._next, self._running = 0, 0
+        if not self.crc or first != self._next:
+            return
+        self._next, self._running = last, zlib.crc32(data, self._running)
+        if last == (self.shape[0] if self.shape else 1) and self._running != self.crc:
+            raise UserError(f"{self.uri}: the bytes from {self.start} on have changed (CRC-32)")
 
 
 def _open(uri: str, offset: int, length: int, what: str) -> tuple[RangeFile, zipfile.ZipFile]:
@@ -83,7 +100,7 @@ def open_tensor(uri: str, offset: int, length: int, what: str) -> SavedTensor:
     """
     file, archive = _open(uri, offset, length, what)
     root = archive.namelist()[0].partition("/")[0]
-    stored = pickles.load(archive.read(f"{root}/data.pkl"), f"{uri} ({what})", pickles.TENSOR)
+    stored = pickles.load(_record(archive, root, uri), f"{uri} ({what})", pickles.TENSOR)
     if not isinstance(stored, pickles.StoredTensor) or not stored.contiguous:
         raise UserError(f"{uri}: {what} is not a tensor that is stored row after row")
     _require_little_endian(archive, root, f"{uri} ({what})")
@@ -94,7 +111,7 @@ def open_tensor(uri: str, offset: int, length: int, what: str) -> SavedTensor:
             f"{uri}: {what} has {record.file_size} bytes where its shape needs {nbytes}"
         )
     start = record.header_offset + _local_header_bytes(file, record.header_offset)
-    return SavedTensor(uri, offset + start, stored.dtype, stored.shape)
+    return SavedTensor(uri, offset + start, stored.dtype, stored.shape, record.CRC)
 
 
 def _local_header_bytes(file: RangeFile, at: int) -> int:
@@ -120,4 +137,11 @@ def load_pickle(uri: str, length: int) -> object:
     """
     _, archive = _open(uri, 0, length, "the file")
     root = archive.namelist()[0].partition("/")[0]
-    return pickles.load(archive.read(f"{root}/data.pkl"), uri, pickles.TRAINER)
+    return pickles.load(_record(archive, root, uri), uri, pickles.TRAINER)
+
+
+def _record(archive: zipfile.ZipFile, root: str, uri: str) -> bytes:
+    try:
+        return archive.read(f"{root}/data.pkl")
+    except (zipfile.BadZipFile, KeyError) as e:
+        raise UserError(f"{uri} is not a whole torch.save file: {e}") from None

@@ -1,11 +1,13 @@
-"""Hugging Face -> ours -> Hugging Face: the bytes of every tensor, and ours -> Hugging Face -> ours."""
+"""Hugging Face -> ours -> Hugging Face: the bytes of every tensor, and ours -> Hugging Face ->
+ours.
+"""
 
 import json
 
-import tiny_checkpoints as factory
 import ml_dtypes
 import numpy as np
 import pytest
+import tiny_checkpoints as factory
 from tiny_checkpoints import TOKENIZER, raw_bytes, tiny, to_ours, write_hf
 
 from olmo_core_jax.convert import hf

@@ -1,4 +1,6 @@
-"""Our model against transformers and OLMo-core on the same weights: logits, and every part of every layer."""
+"""Our model against transformers and OLMo-core on the same weights: logits, and every part of
+every layer.
+"""
 
 import json
 
@@ -10,6 +12,7 @@ from tiny_checkpoints import TOKENIZER, tiny, to_ours
 from olmo_core_jax.convert import hf, parity, sides
 from olmo_core_jax.convert.olmo_core import open_native
 from olmo_core_jax.convert.orbax_io import OrbaxStep, write_step
+from olmo_core_jax.errors import UserError
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
@@ -120,5 +123,5 @@ def test_unused_or_invented_weights_are_an_error(tmp_path):
     tensors = factory.random_params(cfg)
     tensors["model.layers.0.self_attn.q_proj.bias"] = np.zeros(64, np.float32)
     folder = factory.write_hf(cfg, tmp_path / "hf", tensors)
-    with pytest.raises(factory.UserError, match="unused or makes them up: .*q_proj.bias"):
+    with pytest.raises(UserError, match=r"unused or makes them up: .*q_proj.bias"):
         sides.trace_hf(str(folder), factory.tokens(cfg), "float32")

@@ -1,4 +1,6 @@
-"""Faults that names and shapes cannot show. Every one has to be caught, and named by layer and module."""
+"""Faults that names and shapes cannot show. Every one has to be caught, and named by layer and
+module.
+"""
 
 import numpy as np
 import pytest
@@ -31,7 +33,7 @@ def tensors_of(model) -> dict[str, np.ndarray]:
 
 
 def ours(tensors: dict, tmp_path) -> sides.Trace:
-    """Our model's trace on these tensors, by way of a conversion that sees names and shapes only."""
+    """Our model's trace on these tensors, by way of a conversion that sees names and shapes."""
     step = to_ours(CFG, write_hf(CFG, tmp_path / "hf", tensors), tmp_path / "ours")
     return sides.trace_ours(step, TOKENS, "float32")
 

@@ -9,7 +9,6 @@ import numpy as np
 from olmo_core_jax.convert import hf
 from olmo_core_jax.convert.names import leaves
 from olmo_core_jax.convert.orbax_io import write_step
-from olmo_core_jax.errors import UserError
 from olmo_core_jax.recipes.schema import Model, RopeScaling, Tokenizer
 
 
@@ -138,7 +137,7 @@ def olmo_core_model(cfg: Model, seed: int = 0):
 
 
 def save_native(cfg: Model, folder: Path, updates: int = 3, seed: int = 0) -> dict:
-    """A native checkpoint, step{updates}, of a model that took some updates; its tensors by name."""
+    """A native checkpoint of a model that took some updates; its tensors by name."""
     import torch
     from olmo_core.distributed.checkpoint import save_model_and_optim_state
     from olmo_core.optim import OptimGroupOverride, SkipStepAdamWConfig
