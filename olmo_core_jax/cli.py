@@ -118,6 +118,20 @@ def compile_ahead(
     show(asdict(report), True) if as_json else show(ahead.describe(report), False)
 
 
+@app.command()
+def report(
+    run_root: Annotated[str, typer.Argument(help="folder or gs:// URI of a run, finished or not")],
+    output: Annotated[str | None, typer.Option(help="default: final_eval/report.html")] = None,
+) -> None:
+    """The report page of a run, made from its files, and a line for every check."""
+    from olmo_core_jax.report import html, tables
+    from olmo_core_jax.report.run import read_run
+
+    where = html.write(run_root, output)
+    typer.echo(tables.verdict_text(read_run(run_root).verdicts))
+    typer.echo(f"report: {where}")
+
+
 @app.command(name="hardware")
 def list_hardware() -> None:
     """Every node shape that jobs can run on."""

@@ -4,7 +4,7 @@ import html
 
 from olmo_core_jax import storage
 from olmo_core_jax.compare import checks
-from olmo_core_jax.compare.stage import StageComparison
+from olmo_core_jax.compare.stage import EARLY, StageComparison
 from olmo_core_jax.report import tables
 from olmo_core_jax.report.charts import SCRIPT, stage_figure
 from olmo_core_jax.report.run import FINAL, Run, read_run
@@ -13,9 +13,14 @@ from olmo_core_jax.report.style import CSS
 TITLES = {"stage1": "Stage 1: pre-training", "stage2": "Stage 2: mid-training"}
 
 
-def write(run_root: str) -> str:
-    """Writes `<run_root>/final_eval/report.html` from what the run has left so far; returns it."""
-    where = storage.join(run_root, FINAL, "report.html")
+def page_uri(run_root: str) -> str:
+    """Where a run's report page is."""
+    return storage.join(run_root, FINAL, "report.html")
+
+
+def write(run_root: str, output: str | None = None) -> str:
+    """Writes the page (default: to page_uri) from what the run has left; returns where."""
+    where = output or page_uri(run_root)
     storage.write_text(where, page(read_run(run_root)))
     return where
 
@@ -40,7 +45,7 @@ def _header(run: Run) -> str:
     shape = f"{m.n_layers} layers, width {m.d_model}, {m.vocab_size:,} tokens of vocabulary"
     return (
         f'<header><p class="eyebrow">Reproduction report</p><h1>{html.escape(run.recipe.name)}</h1>'
-        f"<p>{html.escape(run.recipe.description)} {shape}.</p></header>"
+        f"<p>{html.escape(run.recipe.description.rstrip('. '))}: {shape}.</p></header>"
     )
 
 
@@ -108,13 +113,13 @@ def _stage(c: StageComparison) -> str:
             f" {int(f['updates repeated after a restart'])} updates were repeated after a restart; "
             f"largest difference: {tables.number(f['repeated updates, max |difference|'])}."
         )
-    if "grad norm to fp64, updates where ours is nearer" in f:
-        ours, theirs = (
-            f[f"grad norm to fp64, updates where {w} is nearer"] for w in ("ours", "the reference")
-        )
+    name = f"grad norm to fp64, first {EARLY} updates"
+    if f"{name}: ours nearer" in f:
+        ours, theirs = (int(f[f"{name}: {who} nearer"]) for who in ("ours", "reference"))
         text += (
-            f" Against the gradient norm in fp64, this run's norm is the nearer one in "
-            f"{int(ours):,} updates, PyTorch's own fp32 norm in {int(theirs):,}."
+            f" In the first {EARLY} updates, while both have the same weights up to rounding, "
+            f"this run's gradient norm is nearer to the fp64 norm in {ours}, the reference's own "
+            f"fp32 norm in {theirs}."
         )
     return (
         f'<section><h2>{TITLES[c.name]}</h2><p class="lead">{text}</p>{stage_figure(c)}</section>'

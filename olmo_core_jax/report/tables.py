@@ -99,6 +99,13 @@ def verdict_table(verdicts: list[Verdict]) -> Table:
     return Table(["check", "measured", "limit", "verdict"], rows, texts=("verdict",))
 
 
+def verdict_text(verdicts: list[Verdict]) -> str:
+    """The same for a terminal: a line a check."""
+    rows = verdict_table(verdicts).rows
+    width = max((len(row[0]) for row in rows), default=0)
+    return "\n".join(f"{w:12s}  {title:{width}s}  {m} ({limit})" for title, m, limit, w in rows)
+
+
 def landmark_table(results: Mapping[str, Mapping[str, float]]) -> Table:
     """Held-out loss by domain, KL and top-1 agreement; a row a checkpoint (name -> figures)."""
     domains = sorted({d for f in results.values() for d in heldout_domains(f)})

@@ -5,7 +5,7 @@ from olmo_core_jax.compare import checks, curves
 from olmo_core_jax.compare.curves import MetricsReader
 from olmo_core_jax.compare.stage import StageComparison, from_reference
 from olmo_core_jax.recipes import Recipe
-from olmo_core_jax.report import tables, vega
+from olmo_core_jax.report import segments, tables, vega
 
 
 class Training:
@@ -24,7 +24,9 @@ class Training:
         self._status = Markdown("")
         self._charts = {name: VegaChart(vega.lines(name, {})) for name in self._names()}
         title = Markdown(f"# {recipe.name}: {stage.replace('stage', 'stage ')}")
-        self.components = [title, self._progress, self._status, *self._charts.values()]
+        self._segments = Markdown("")
+        charts = self._charts.values()
+        self.components = [title, self._progress, self._status, self._segments, *charts]
 
     def update(self, run_root: str) -> None:
         uri = storage.join(run_root, f"{self.stage}_train", "metrics", "metrics.jsonl")
@@ -36,6 +38,8 @@ class Training:
         c = self._comparison
         self._progress.update(metrics.last_step, metadata=eta(metrics, self.last_step))
         self._status.update(status(c))
+        found = segments.segments(metrics, segments.read_attempts(run_root, f"{self.stage}_train"))
+        self._segments.update(segments.table(found).markdown() if found else "")
         for chart, spec in zip(self._charts.values(), self._specs(c), strict=True):
             chart.update(spec)
 

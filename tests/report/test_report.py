@@ -62,6 +62,17 @@ def test_a_run_that_died_has_a_report_too(tmp_path):
     assert "Stage 1" in page and "Stage 2" not in page
 
 
+def test_report_by_hand(run_root, tmp_path):
+    from typer.testing import CliRunner
+
+    from olmo_core_jax.cli import app
+
+    done = CliRunner().invoke(app, ["report", run_root, "--output", str(tmp_path / "x.html")])
+    assert done.exit_code == 0, done.output
+    assert sum(line.startswith("pass") for line in done.output.splitlines()) == 22
+    assert (tmp_path / "x.html").read_text().startswith("<!doctype html>")
+
+
 def test_a_folder_without_a_run_is_refused(tmp_path):
     with pytest.raises(UserError, match="holds no run"):
         read_run(str(tmp_path))
