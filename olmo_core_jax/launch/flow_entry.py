@@ -92,13 +92,14 @@ def prepare(flow: str) -> None:
 def safer_arguments(flow: str, argv: list[str]) -> list[str]:
     """`resume` without an origin takes the newest run (Metaflow: the last `run`, even after a resume); a run id that
     exists is refused (Metaflow mixes the two runs)."""
-    if "--run-id" in argv[:-1]:
+    verb = next((a for a in argv if a in ("run", "resume", "step")), None)
+    if verb in ("run", "resume") and "--run-id" in argv[:-1]:
         wanted = argv[argv.index("--run-id") + 1]
         if wanted in _local_runs(flow):
             raise UserError(
                 f"--run-id {wanted} exists already: leave the option out, or name a new one"
             )
-    if "resume" in argv and not any(a.startswith("--origin-run-id") for a in argv):
+    if verb == "resume" and not any(a.startswith("--origin-run-id") for a in argv):
         runs = _local_runs(flow)
         if runs and not {"-h", "--help"} & set(argv):
             print(f"resuming run {runs[-1]} (another one: --origin-run-id)", file=sys.stderr)
@@ -120,8 +121,8 @@ def _local_runs(flow: str) -> list[str]:
 
 
 def _name_the_user() -> None:
-    """Metaflow wants a user name, and containers that run as root often have none in their environment."""
-    if not any(os.environ.get(v) for v in ("METAFLOW_USER", "SUDO_USER", "USERNAME", "USER")) or (
-        os.environ.get("USER") == "root" and not os.environ.get("USERNAME")
-    ):
-        os.environ["USERNAME"] = getpass.getuser()
+    """Metaflow wants a user name and takes no root: containers get one here."""
+    names = (os.environ.get(v) for v in ("METAFLOW_USER", "SUDO_USER", "USERNAME", "USER"))
+    if not any(name and name != "root" for name in names):
+        user = getpass.getuser()
+        os.environ["USERNAME"] = user if user != "root" else "container"

@@ -1,0 +1,158 @@
+"""The real trainer as pods of a JobSet: two hosts over loopback, preempted, suspended, crashed, moved to another shape."""
+
+import json
+import random
+import time
+from pathlib import Path
+
+import pytest
+import yaml
+from fake_kube.kubelet import module_runner
+from fake_kube.lab import Lab
+
+from olmo_core_jax.launch import job as jobs
+from olmo_core_jax.launch.profile import Profile
+from olmo_core_jax.recipes import load_recipe
+
+pytest.importorskip("kubernetes")
+pytestmark = pytest.mark.slow
+
+STEPS, EVERY = 24, 6
+
+
+@pytest.fixture(scope="module")
+def prepared(tmp_path_factory):
+    """The laptop recipe, cut short, and a run root with its first two stages done."""
+    folder = tmp_path_factory.mktemp("prepared")
+    recipe = load_recipe("laptop").model_dump()
+    recipe["stage1"] |= {"stop_at": STEPS, "reference": None, "checkpoints": {"every": EVERY, "landmarks": [], "keep": 2}}
+    recipe |= {"name": "short", "stage2": None}
+    path = folder / "short.yaml"
+    path.write_text(yaml.safe_dump(recipe))
+    return path, folder
+
+
+@pytest.fixture(scope="module", autouse=True)
+def compile_once(tmp_path_factory):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("JAX_COMPILATION_CACHE_DIR", str(tmp_path_factory.mktemp("cache")))
+        patch.setenv("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
+        yield
+
+
+def trainer_lab(tmp_path, recipe: Path, **gke) -> Lab:
+    """A laboratory whose pods run `jobs/train` on a run root that is ready for it."""
+    lab = Lab(tmp_path, translate=module_runner, grace_scale=0.1, **({"hosts": 2} | gke))
+    local = Profile()
+    for job in (jobs.convert_weights(str(recipe), lab.root), jobs.build_index(str(recipe), lab.root)):
+        jobs.run(job, local)
+    lab.job = jobs.train(str(recipe), lab.root, "stage1")
+    return lab
+
+
+def last_lines(root: str, name: str) -> dict[int, dict]:
+    """The last line of every step; a step that was repeated must have been repeated exactly."""
+    found: dict[int, dict] = {}
+    path = next(Path(root, "stage1_train").rglob(name))
+    for line in path.read_text().splitlines():
+        found[json.loads(line)["step"]] = json.loads(line)
+    return found
+
+
+def losses(root: str) -> list[float]:
+    lines = last_lines(root, "metrics.jsonl")
+    assert sorted(lines) == list(range(1, STEPS + 1))
+    return [lines[s]["train/CE loss"] for s in sorted(lines)]
+
+
+def batches(root: str) -> list[str]:
+    lines = last_lines(root, "instances.jsonl")
+    return [lines[s]["tokens_digest"] for s in sorted(lines)]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(prepared, tmp_path_factory):
+    """Losses and batches of two hosts that nobody disturbed."""
+    tmp_path = tmp_path_factory.mktemp("undisturbed")
+    with trainer_lab(tmp_path, prepared[0]) as lab:
+        lab.start().finish(400)
+        assert len(lab.leaders()) == 1
+        return losses(lab.root), batches(lab.root)
+
+
+def at_step(lab: Lab, step: int) -> None:
+    path = Path(lab.root, "stage1_train", "metrics", "metrics.jsonl")
+    lab.until(lambda: path.exists() and f'"step": {step},' in path.read_text(), 300)
+
+
+def test_local_and_two_hosts_agree(prepared, undisturbed, tmp_path):
+    with trainer_lab(tmp_path, prepared[0]) as lab:
+        jobs.run(lab.job, Profile())
+        assert batches(lab.root) == undisturbed[1]
+        assert losses(lab.root) == pytest.approx(undisturbed[0], abs=1e-5)
+
+
+def test_preempted_suspended_crashed_and_still_the_same_bits(prepared, undisturbed, tmp_path):
+    with trainer_lab(tmp_path, prepared[0]) as lab:
+        controller = lab.start()
+        at_step(lab, 3)
+        lab.cluster.disrupt(lab.running()[1], grace=60)
+        lab.until(lambda: len(lab.leaders()) == 2, 120)
+        at_step(lab, 8)
+        lab.cluster.held = True
+        lab.cluster.evict()
+        lab.until(lambda: not lab.cluster.running_pods(), 120)
+        lab.cluster.held = False
+        at_step(lab, 14)
+        lab.cluster.crash(lab.running()[0])
+        controller.finish(400)
+        assert losses(lab.root) == undisturbed[0]
+        assert batches(lab.root) == undisturbed[1]
+        codes = [p.poll() for p in lab.leaders()]
+        assert codes == [42, 42, 137, 0], codes
+        assert lab.cluster.jobset()["status"]["restartsCountTowardsMax"] == 1
+
+
+def test_another_shape_goes_on_within_rounding(prepared, undisturbed, tmp_path):
+    with trainer_lab(tmp_path, prepared[0]) as lab:
+        first = lab.start()
+        at_step(lab, 7)
+        lab.kill.set()
+        first.join(60)
+        lab.kill.clear()
+        moved = lab.profile.gke.model_copy(update={"hosts": 1})
+        lab.start(lab.launcher(lab.profile.model_copy(update={"gke": moved}))).finish(400)
+        assert batches(lab.root) == undisturbed[1]
+        assert losses(lab.root) == pytest.approx(undisturbed[0], abs=1e-5)
+        shapes = [json.loads(p.read_text())["hosts"] for p in sorted(Path(lab.root, "stage1_train", "launches").iterdir())]
+        assert sorted(shapes) == [1, 2]
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_random_histories(prepared, undisturbed, tmp_path, seed):
+    """One or two events at random moments, start-up and compile included."""
+    dice = random.Random(seed)
+    with trainer_lab(tmp_path, prepared[0], max_restarts=5) as lab:
+        controller = lab.start()
+        for _ in range(dice.randint(1, 2)):
+            lab.running()
+            time.sleep(dice.uniform(0.2, 12))
+            pods = lab.cluster.running_pods()
+            kind = dice.choice(["disrupt", "lose", "crash", "evict", "kill"])
+            if kind == "evict":
+                lab.cluster.evict()
+            elif kind == "kill":
+                lab.kill.set()
+                controller.join(60)
+                lab.kill.clear()
+                controller = lab.start()
+            elif pods:
+                getattr(lab.cluster, {"lose": "lose_node"}.get(kind, kind))(dice.choice(pods))
+            if lab.cluster.jobset()["status"].get("terminalState"):
+                break
+            lab.until(lambda: lab.cluster.jobset()["status"].get("terminalState") or len(lab.cluster.running_pods()) == 2, 120)
+        controller.finish(400)
+        assert losses(lab.root) == undisturbed[0]
+        assert batches(lab.root) == undisturbed[1]
+        leaders = lab.leaders()
+        assert all(a.ended <= b.started for a, b in zip(leaders, leaders[1:], strict=False))
