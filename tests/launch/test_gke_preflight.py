@@ -4,6 +4,7 @@ import http.server
 import threading
 
 import pytest
+from crd_files import crds  # noqa: F401
 from fake_kube.lab import Lab
 from typer.testing import CliRunner
 

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from crd_files import crds  # noqa: F401
 from fake_kube.cluster import job_failure, jobset_action
 
 from olmo_core_jax.errors import UserError
