@@ -9,7 +9,7 @@ import numpy as np
 
 from olmo_core_jax import storage
 from olmo_core_jax.convert import parity, sides
-from olmo_core_jax.convert.orbax_io import OrbaxStep, lazy_section, total_bytes
+from olmo_core_jax.convert.orbax_read import OrbaxStep, lazy_section, total_bytes
 from olmo_core_jax.errors import UserError
 from olmo_core_jax.recipes.schema import Model
 

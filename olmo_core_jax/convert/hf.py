@@ -12,7 +12,7 @@ import numpy as np
 from olmo_core_jax import storage
 from olmo_core_jax.convert import hf_config
 from olmo_core_jax.convert.names import Leaf, leaves
-from olmo_core_jax.convert.orbax_io import OrbaxStep
+from olmo_core_jax.convert.orbax_read import OrbaxStep
 from olmo_core_jax.convert.safetensors_io import (
     SafetensorsFolder,
     SafetensorsWriter,
@@ -225,18 +225,19 @@ def _write_leaf(
     for where, block in step.blocks((section, *leaf.path)):
         if not np.isfinite(block).all():
             raise UserError(f"{step.where}: array {leaf.name} holds a value that is not finite")
-        first = (
-            where[1 if leaf.stacked else 0].start if block.ndim > (1 if leaf.stacked else 0) else 0
-        )
-        tensors = range(where[0].start, where[0].stop) if leaf.stacked else [0]
-        for c, rows in zip(tensors, block if leaf.stacked else [block], strict=True):
+        cycles, rows = (where[0], where[1]) if leaf.stacked else (slice(0, 1), where[0])
+        for c, values in zip(
+            range(cycles.start, cycles.stop), block if leaf.stacked else [block], strict=True
+        ):
             name = leaf.hf[c]
             wanted = specs[name]
-            rows = rows[: max(0, wanted.shape[0] - first)]
-            cast = rows.astype(wanted.dtype, copy=False)
-            if cast.dtype != rows.dtype:
-                export.changed += int(np.count_nonzero(cast.astype(rows.dtype) != rows))
-            owner(name).write(name, first, cast)
+            values = values[
+                : max(0, wanted.shape[0] - rows.start)
+            ]  # a release ends before the padding
+            cast = values.astype(wanted.dtype, copy=False)
+            if cast.dtype != values.dtype:
+                export.changed += int(np.count_nonzero(cast.astype(values.dtype) != values))
+            owner(name).write(name, rows.start, cast)
 
 
 def copy_tokenizer(source: str, target: Path) -> list[str]:

@@ -14,7 +14,7 @@ import numpy as np
 from olmo_core_jax import storage
 from olmo_core_jax.convert.names import leaves
 from olmo_core_jax.convert.olmo_core import MOMENTS
-from olmo_core_jax.convert.orbax_io import OrbaxStep
+from olmo_core_jax.convert.orbax_read import OrbaxStep
 from olmo_core_jax.errors import UserError
 from olmo_core_jax.recipes.schema import Model, Optimizer, Recipe
 

@@ -12,7 +12,7 @@ import numpy as np
 
 from olmo_core_jax import storage
 from olmo_core_jax.convert.names import flatten, put
-from olmo_core_jax.convert.orbax_io import OrbaxStep, lazy_section
+from olmo_core_jax.convert.orbax_read import OrbaxStep, lazy_section
 from olmo_core_jax.errors import UserError
 from olmo_core_jax.recipes.schema import Model
 

@@ -15,6 +15,7 @@ import numpy as np
 
 from olmo_core_jax.convert.names import Leaf, put
 from olmo_core_jax.errors import UserError
+from olmo_core_jax.train.checksums import array_checksum
 
 PIECE_BYTES = 64 * 2**20
 """Most bytes of one piece: a chunk on disk, and what is in memory at once, times a few."""
@@ -59,18 +60,22 @@ class Source(Protocol):
         ...
 
 
+Where = tuple[slice, ...]
+"""A part of an array: slices of its first two axes at most, the others whole."""
+
+
 @dataclass(frozen=True)
 class LazyArray:
     """An array that is read piece by piece.
 
-    read(c, start, stop) gives rows [start, stop) of tensor c, c being 0 where the array is not
-    stacked.
+    chunk: how it is cut where it is stored, and will be where it is written; read: the values of a
+    part that is made of whole chunks.
     """
 
     shape: tuple[int, ...]
     dtype: np.dtype
-    stacked: bool
-    read: Callable[[int, int, int], np.ndarray]
+    chunk: tuple[int, ...]
+    read: Callable[[Where], np.ndarray]
 
     @property
     def size(self) -> int:
@@ -84,40 +89,42 @@ class LazyArray:
     def ndim(self) -> int:
         return len(self.shape)
 
-    @property
-    def tensor_shape(self) -> tuple[int, ...]:
-        return self.shape[1:] if self.stacked else self.shape
-
-    @property
-    def n_tensors(self) -> int:
-        return self.shape[0] if self.stacked else 1
-
-    def chunk_shape(self) -> tuple[int, ...]:
-        """How the array is cut on disk: one cycle, and as many rows as PIECE_BYTES hold."""
-        rows = rows_of_piece(self.tensor_shape, self.dtype)
-        return (*((1,) if self.stacked else ()), rows, *self.tensor_shape[1:])
-
-    def pieces(self) -> Iterator[tuple[int, int, int]]:
-        """(tensor, first row, row after the last) of every piece, in order."""
-        rows, step = self.tensor_shape[0], rows_of_piece(self.tensor_shape, self.dtype)
-        for c in range(self.n_tensors):
-            for start in range(0, rows, step):
-                yield c, start, min(start + step, rows)
-
-    def index(self, c: int, start: int, stop: int) -> tuple:
-        """Where a piece lies in the array."""
-        return (c, slice(start, stop)) if self.stacked else (slice(start, stop),)
+    def pieces(self) -> Iterator[Where]:
+        """The parts to read it in: whole chunks, together up to PIECE_BYTES or else one chunk of
+        rows, in order.
+        """
+        cut = list(self.shape[:2])
+        steps = [min(c, n) for c, n in zip(self.chunk, cut, strict=False)]
+        row = int(np.prod(self.shape[2:], dtype=np.int64)) * self.dtype.itemsize
+        if steps:
+            room = max(1, PIECE_BYTES // max(1, row * int(np.prod(steps, dtype=np.int64))))
+            steps[-1] *= room
+        for corner in np.ndindex(*(-(-n // s) for n, s in zip(cut, steps, strict=True))):
+            yield tuple(
+                slice(k * s, min((k + 1) * s, n))
+                for k, s, n in zip(corner, steps, cut, strict=True)
+            )
 
     def __array__(self, dtype=None, copy=None) -> np.ndarray:
         out = np.empty(self.shape, self.dtype)
-        for piece in self.pieces():
-            out[self.index(*piece)] = self.read(*piece)
+        for where in self.pieces():
+            out[where] = self.read(where)
         return out if dtype is None else out.astype(dtype)
 
 
-def rows_of_piece(shape: tuple[int, ...], dtype: np.dtype) -> int:
-    """Rows of one piece: the largest divisor of the row count within PIECE_BYTES, where there is
-    a decent one.
+def part_checksum(values: np.ndarray, where: Where, shape: tuple[int, ...]) -> int:
+    """What a part adds to the checksum of its array (train/checksums.py), modulo 2^32."""
+    if len(where) < 2:
+        start = where[0].start * int(np.prod(shape[1:], dtype=np.int64)) if where else 0
+        return array_checksum(values, start)
+    row = int(np.prod(shape[2:], dtype=np.int64))
+    firsts = [(c * shape[1] + where[1].start) * row for c in range(where[0].start, where[0].stop)]
+    return sum(array_checksum(v, start) for v, start in zip(values, firsts, strict=True)) % 2**32
+
+
+def rows_of_chunk(shape: tuple[int, ...], dtype: np.dtype) -> int:
+    """Rows of a tensor in one chunk: the largest divisor of their count within PIECE_BYTES, where
+    there is a decent one.
     """
     row_bytes = int(np.prod(shape[1:], dtype=np.int64)) * dtype.itemsize
     most = max(1, min(shape[0], PIECE_BYTES // max(row_bytes, 1)))
@@ -149,11 +156,10 @@ def lazy_tree(
     for leaf in table:
         for name in names(leaf):
             check_tensor(source, specs, leaf, name, target, allow_lossy)
-        put(
-            tree,
-            leaf.path,
-            LazyArray(leaf.shape, target, leaf.stacked, _reader(source, leaf, names(leaf), target)),
-        )
+        rows = rows_of_chunk(leaf.tensor_shape, target)
+        chunk = (*((1,) if leaf.stacked else ()), rows, *leaf.tensor_shape[1:])
+        read = _reader(source, leaf, names(leaf), target)
+        put(tree, leaf.path, LazyArray(leaf.shape, target, chunk, read))
     return tree
 
 
@@ -180,8 +186,7 @@ def _reader(source: Source, leaf: Leaf, names: tuple[str, ...], target: np.dtype
     specs = source.specs()
     present = {name: specs[name].shape[0] for name in names}
 
-    def read(c: int, start: int, stop: int) -> np.ndarray:
-        name = names[c]
+    def rows_of(name: str, start: int, stop: int) -> np.ndarray:
         rows = source.read(name, min(start, present[name]), min(stop, present[name]))
         finite = np.isfinite(rows)
         if not finite.all():
@@ -194,6 +199,13 @@ def _reader(source: Source, leaf: Leaf, names: tuple[str, ...], target: np.dtype
         if missing:
             rows = np.concatenate([rows, np.zeros((missing, *rows.shape[1:]), target)])
         return rows
+
+    def read(where: Where) -> np.ndarray:
+        if not leaf.stacked:
+            return rows_of(names[0], where[0].start, where[0].stop)
+        cycles, rows = range(where[0].start, where[0].stop), where[1]
+        parts = [rows_of(names[c], rows.start, rows.stop) for c in cycles]
+        return parts[0][None] if len(parts) == 1 else np.stack(parts)
 
     return read
 

@@ -15,7 +15,7 @@ import numpy as np
 from olmo_core_jax import storage
 from olmo_core_jax.convert.names import leaves
 from olmo_core_jax.convert.olmo_core import open_native
-from olmo_core_jax.convert.orbax_io import OrbaxStep, lazy_section
+from olmo_core_jax.convert.orbax_read import OrbaxStep, lazy_section
 from olmo_core_jax.errors import UserError
 from olmo_core_jax.optim.schedules import learning_rate
 from olmo_core_jax.recipes.schema import Recipe, Stage
@@ -54,6 +54,7 @@ class Found:
     window: tuple[np.ndarray, np.ndarray, int] | None
     settings: str
     generators: str
+    checksums: Mapping[str, int]
 
 
 def from_ours(path: str, recipe: Recipe) -> Found:
@@ -84,6 +85,11 @@ def from_ours(path: str, recipe: Recipe) -> Found:
         window=(step.value(("losses",)), step.value(("grad_norms",)), numbers["seen"]),
         settings="in the recipe",
         generators="none: training draws no random numbers",
+        checksums={
+            name: value
+            for name, value in meta.get("checksums", {}).items()
+            if name.partition("/")[0] in ("params", "mu", "nu")
+        },
     )
 
 
@@ -114,6 +120,7 @@ def from_native(path: str, recipe: Recipe) -> Found:
         window=None,
         settings="lr, betas, eps, weight decay of its groups",
         generators="states of Python, NumPy and torch" if "rng" in native.trainer else UNKNOWN,
+        checksums={},
     )
 
 

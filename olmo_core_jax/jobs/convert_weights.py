@@ -63,7 +63,7 @@ def _initialise(context: Context, outcome: Outcome) -> None:
 
 
 def _convert(context: Context, outcome: Outcome) -> None:
-    from olmo_core_jax.convert import orbax_io
+    from olmo_core_jax.convert import orbax_write
     from olmo_core_jax.train.checkpoint import CheckpointStore
 
     recipe, folder = context.recipe, context.path("checkpoints")
@@ -82,7 +82,7 @@ def _convert(context: Context, outcome: Outcome) -> None:
         log.info(
             "converting %s (%.2f GB) to %s", source, found.nbytes / 1e9, recipe.precision.params
         )
-        orbax_io.write_step(folder, 0, {"params": params}, meta)
+        orbax_write.write_step(folder, 0, {"params": params}, meta)
     table = leaves(recipe.model)
     outcome.outputs |= {"checkpoint": storage.join(folder, "0"), "source": source}
     outcome.figures |= {

@@ -40,7 +40,7 @@ def inputs(context: Context) -> dict[str, str]:
 
 
 def work(context: Context) -> Outcome:
-    from olmo_core_jax.convert import orbax_io, warm_adam
+    from olmo_core_jax.convert import orbax_write, warm_adam
     from olmo_core_jax.train.checkpoint import CheckpointStore
 
     outcome = Outcome()
@@ -74,7 +74,9 @@ def work(context: Context) -> Outcome:
             )
         log.info("checkpoint %s/0 is whole already", folder)
     else:
-        orbax_io.write_step(folder, 0, warm_adam.warm_state(found, recipe.stage2), meta)
+        orbax_write.write_step(
+            folder, 0, warm_adam.warm_state(found, recipe.stage2), meta, found.checksums
+        )
     storage.write_json(context.path("surgery.json"), warm_adam.table_json(rows))
     outcome.outputs |= {
         "checkpoint": storage.join(folder, "0"),

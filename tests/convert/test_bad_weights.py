@@ -14,7 +14,7 @@ import tiny_checkpoints as factory
 from tiny_checkpoints import TOKENIZER, tiny, to_ours, write_hf
 
 from olmo_core_jax.convert import hf, safetensors_io
-from olmo_core_jax.convert.orbax_io import OrbaxStep
+from olmo_core_jax.convert.orbax_read import OrbaxStep
 from olmo_core_jax.errors import UserError
 from olmo_core_jax.train.checkpoint import CheckpointStore
 

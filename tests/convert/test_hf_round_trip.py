@@ -12,7 +12,8 @@ from tiny_checkpoints import TOKENIZER, raw_bytes, tiny, to_ours, write_hf
 
 from olmo_core_jax.convert import hf
 from olmo_core_jax.convert.names import flatten
-from olmo_core_jax.convert.orbax_io import OrbaxStep, lazy_section, write_step
+from olmo_core_jax.convert.orbax_read import OrbaxStep, lazy_section
+from olmo_core_jax.convert.orbax_write import write_step
 from olmo_core_jax.errors import UserError
 from olmo_core_jax.model.olmo3 import abstract_params, init_params
 from olmo_core_jax.train.checkpoint import CheckpointStore
@@ -120,11 +121,9 @@ def test_padding_rows_that_a_release_lacks_become_zeros(tmp_path):
 
 def test_pieces_smaller_than_a_tensor(tmp_path, monkeypatch):
     """What a large model does: many pieces a tensor, chunks on disk that are parts of a layer."""
-    from olmo_core_jax.convert import orbax_io
     from olmo_core_jax.convert import tensors as pieces
 
     monkeypatch.setattr(pieces, "PIECE_BYTES", 4096)
-    monkeypatch.setattr(orbax_io, "PIECE_BYTES", 4096)
     cfg = tiny()
     source = write_hf(cfg, tmp_path / "hf")
     step = to_ours(cfg, source, tmp_path / "ours")

@@ -17,7 +17,8 @@ from tiny_checkpoints import tiny
 
 from olmo_core_jax.convert import olmo_core, torch_zip
 from olmo_core_jax.convert.names import get, leaves
-from olmo_core_jax.convert.orbax_io import OrbaxStep, write_step
+from olmo_core_jax.convert.orbax_read import OrbaxStep
+from olmo_core_jax.convert.orbax_write import write_step
 from olmo_core_jax.errors import UserError
 from olmo_core_jax.recipes import load_recipe
 

@@ -11,7 +11,8 @@ from tiny_checkpoints import TOKENIZER, tiny, to_ours
 
 from olmo_core_jax.convert import hf, parity, sides
 from olmo_core_jax.convert.olmo_core import open_native
-from olmo_core_jax.convert.orbax_io import OrbaxStep, write_step
+from olmo_core_jax.convert.orbax_read import OrbaxStep
+from olmo_core_jax.convert.orbax_write import write_step
 from olmo_core_jax.errors import UserError
 
 torch = pytest.importorskip("torch")

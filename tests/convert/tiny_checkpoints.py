@@ -8,7 +8,7 @@ import numpy as np
 
 from olmo_core_jax.convert import hf
 from olmo_core_jax.convert.names import leaves
-from olmo_core_jax.convert.orbax_io import write_step
+from olmo_core_jax.convert.orbax_write import write_step
 from olmo_core_jax.recipes.schema import Model, RopeScaling, Tokenizer
 
 
