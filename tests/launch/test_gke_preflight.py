@@ -3,8 +3,8 @@
 import http.server
 import threading
 
+import crd_files
 import pytest
-from crd_files import crds  # noqa: F401
 from fake_kube.lab import Lab
 from typer.testing import CliRunner
 
@@ -14,6 +14,7 @@ from olmo_core_jax.launch.quota import quantity
 
 pytest.importorskip("kubernetes")
 
+crds = crd_files.crds
 K = "kueue.x-k8s.io"
 FLAVOR_LABELS = {"node.kubernetes.io/instance-type": "n2-standard-16"}
 
@@ -27,7 +28,10 @@ def registry():
             if self.headers.get("Authorization") != "Bearer t":
                 self.send_response(401)
                 realm = f"http://127.0.0.1:{self.server.server_address[1]}/token"
-                self.send_header("WWW-Authenticate", f'Bearer realm="{realm}",service="r",scope="repository:olmo:pull"')
+                self.send_header(
+                    "WWW-Authenticate",
+                    f'Bearer realm="{realm}",service="r",scope="repository:olmo:pull"',
+                )
             else:
                 self.send_response(200 if self.path == "/v2/olmo/manifests/1" else 404)
             self.end_headers()
@@ -41,7 +45,9 @@ def registry():
             pass
 
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True).start()
+    threading.Thread(
+        target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True
+    ).start()
     yield f"127.0.0.1:{server.server_address[1]}"
     server.shutdown()
     server.server_close()
@@ -49,7 +55,10 @@ def registry():
 
 def deployment(image_name: str, ready: int = 1) -> dict:
     containers = [{"name": "manager", "image": image_name}]
-    return {"spec": {"template": {"spec": {"containers": containers}}}, "status": {"readyReplicas": ready}}
+    return {
+        "spec": {"template": {"spec": {"containers": containers}}},
+        "status": {"readyReplicas": ready},
+    }
 
 
 def put(lab, group, plural, namespace, name, body):
@@ -62,29 +71,68 @@ def ready(tmp_path, registry, crds, monkeypatch):
     """A laboratory with everything in place."""
     monkeypatch.setattr(image, "_google_token", lambda: None)
     secrets = {"HF_TOKEN": {"secret": "hf-token", "key": "token"}}
-    lab = Lab(tmp_path, image=f"{registry}/olmo:1", service_account="trainer", secrets=secrets, cpu="14", memory="48Gi")
+    lab = Lab(
+        tmp_path,
+        image=f"{registry}/olmo:1",
+        service_account="trainer",
+        secrets=secrets,
+        cpu="14",
+        memory="48Gi",
+    )
     with lab:
-        put(lab, "apps", "deployments", "jobset-system", "jobset-controller-manager", deployment("r/jobset/jobset:v0.10.1"))
-        put(lab, "apps", "deployments", "kueue-system", "kueue-controller-manager", deployment("r/kueue/kueue:v0.17.1"))
-        put(lab, "apiextensions.k8s.io", "customresourcedefinitions", "", "jobsets.jobset.x-k8s.io", crds["JobSet"])
+        put(
+            lab,
+            "apps",
+            "deployments",
+            "jobset-system",
+            "jobset-controller-manager",
+            deployment("r/jobset/jobset:v0.10.1"),
+        )
+        put(
+            lab,
+            "apps",
+            "deployments",
+            "kueue-system",
+            "kueue-controller-manager",
+            deployment("r/kueue/kueue:v0.17.1"),
+        )
+        put(
+            lab,
+            "apiextensions.k8s.io",
+            "customresourcedefinitions",
+            "",
+            "jobsets.jobset.x-k8s.io",
+            crds["JobSet"],
+        )
         put(lab, K, "localqueues", "default", "tpus", {"spec": {"clusterQueue": "all"}})
         put(lab, K, "resourceflavors", "", "n2", {"spec": {"nodeLabels": FLAVOR_LABELS}})
         put(lab, K, "clusterqueues", "", "all", cluster_queue("32", "128Gi"))
         for i in range(2):
-            put(lab, "", "nodes", "", f"n{i}", {"metadata": {"name": f"n{i}", "labels": FLAVOR_LABELS}})
+            put(
+                lab,
+                "",
+                "nodes",
+                "",
+                f"n{i}",
+                {"metadata": {"name": f"n{i}", "labels": FLAVOR_LABELS}},
+            )
         put(lab, "", "serviceaccounts", "default", "trainer", {})
         put(lab, "", "secrets", "default", "hf-token", {"data": {"token": "eA=="}})
         for stage in ("convert_weights", "build_index"):
             from olmo_core_jax.results import StageResult, write_result
 
-            write_result(lab.root, stage, StageResult(stage=stage, inputs={}, outputs={}, figures={}))
+            write_result(
+                lab.root, stage, StageResult(stage=stage, inputs={}, outputs={}, figures={})
+            )
         yield lab
 
 
 def cluster_queue(cpu: str, memory: str) -> dict:
     resources = [{"name": "cpu", "nominalQuota": cpu}, {"name": "memory", "nominalQuota": memory}]
     flavors = [{"name": "n2", "resources": resources}]
-    return {"spec": {"resourceGroups": [{"coveredResources": ["cpu", "memory"], "flavors": flavors}]}}
+    return {
+        "spec": {"resourceGroups": [{"coveredResources": ["cpu", "memory"], "flavors": flavors}]}
+    }
 
 
 def look(lab, profile=None) -> dict[str, pre.Row]:
@@ -123,7 +171,14 @@ def test_each_missing_thing_is_named_and_nothing_else(ready, what):
 
 
 def test_queue_missing_uncovered_and_wrong_flavor(ready):
-    put(ready, K, "resourceflavors", "", "n2", {"spec": {"nodeLabels": {"node.kubernetes.io/instance-type": "c3"}}})
+    put(
+        ready,
+        K,
+        "resourceflavors",
+        "",
+        "n2",
+        {"spec": {"nodeLabels": {"node.kubernetes.io/instance-type": "c3"}}},
+    )
     assert "does not cover cpu" in look(ready)["queue"].text
     ready.store.remove((K, "localqueues", "default", "tpus"))
     assert "not found: get localqueues tpus" in look(ready)["queue"].text
@@ -131,9 +186,14 @@ def test_queue_missing_uncovered_and_wrong_flavor(ready):
 
 def test_missing_image_and_unreadable_run_root(ready, tmp_path):
     gke = ready.profile.gke.model_copy(update={"image": ready.profile.gke.image + "2"})
-    assert "does not exist" in look(ready, ready.profile.model_copy(update={"gke": gke}))["image"].text
+    assert (
+        "does not exist" in look(ready, ready.profile.model_copy(update={"gke": gke}))["image"].text
+    )
     gke = ready.profile.gke.model_copy(update={"shared_paths": []})
-    assert "pods do not see" in look(ready, ready.profile.model_copy(update={"gke": gke}))["run root"].text
+    assert (
+        "pods do not see"
+        in look(ready, ready.profile.model_copy(update={"gke": gke}))["run root"].text
+    )
 
 
 def test_an_unreachable_cluster_fails_every_row_that_needs_it_and_still_ends(ready):
@@ -158,7 +218,13 @@ def test_image_references(reference, parts):
 
 
 def test_quantities():
-    assert [quantity(q) for q in ("500m", "64", "128Gi", "1.5k", 3)] == [0.5, 64, 128 * 2**30, 1500, 3]
+    assert [quantity(q) for q in ("500m", "64", "128Gi", "1.5k", 3)] == [
+        0.5,
+        64,
+        128 * 2**30,
+        1500,
+        3,
+    ]
 
 
 def test_the_command_ends_with_0_only_if_all_pass(ready, monkeypatch, tmp_path):
@@ -168,8 +234,16 @@ def test_the_command_ends_with_0_only_if_all_pass(ready, monkeypatch, tmp_path):
 
     monkeypatch.setattr(kube, "connect", lambda context: ready.api.connect())
     path = tmp_path / "p.yaml"
-    path.write_text(yaml.safe_dump({"backend": "gke", "gke": ready.profile.gke.model_dump(exclude_unset=True)}))
-    command = ["preflight", "--recipe=laptop", f"--run-root={ready.root}", "--stage=stage1_train", f"--profile={path}"]
+    path.write_text(
+        yaml.safe_dump({"backend": "gke", "gke": ready.profile.gke.model_dump(exclude_unset=True)})
+    )
+    command = [
+        "preflight",
+        "--recipe=laptop",
+        f"--run-root={ready.root}",
+        "--stage=stage1_train",
+        f"--profile={path}",
+    ]
     passed = CliRunner().invoke(app, command)
     assert passed.exit_code == 0 and "all pass" in passed.output
     ready.store.remove(("", "nodes", "", "n1"))

@@ -51,13 +51,29 @@ class Person(threading.Thread):
 
 def happen(lab: Lab, dice: random.Random, counts: dict) -> None:
     """One event, if the state of the cluster allows it."""
-    kind = dice.choice(["disrupt", "lose", "crash", "evict", "evict", "kill", "kill", "outage", "fault", "queue", "delete"])
+    kind = dice.choice(
+        [
+            "disrupt",
+            "lose",
+            "crash",
+            "evict",
+            "evict",
+            "kill",
+            "kill",
+            "outage",
+            "fault",
+            "queue",
+            "delete",
+        ]
+    )
     pods = lab.cluster.running_pods()
     if kind in ("disrupt", "lose", "crash"):
         if not pods:
             return
         pod = dice.choice(pods)
-        {"disrupt": lab.cluster.disrupt, "lose": lab.cluster.lose_node, "crash": lab.cluster.crash}[kind](pod)
+        {"disrupt": lab.cluster.disrupt, "lose": lab.cluster.lose_node, "crash": lab.cluster.crash}[
+            kind
+        ](pod)
     elif kind == "evict":
         lab.cluster.held = dice.random() < 0.5
         lab.cluster.evict(dice.choice(REASONS))
@@ -70,11 +86,18 @@ def happen(lab: Lab, dice: random.Random, counts: dict) -> None:
         time.sleep(dice.uniform(0, 0.2))
         lab.api.down = False
     elif kind == "fault":
-        fault = dice.choice([429, 500, 503, 401, 404, "reset", "reset-after-headers", "gone", "cut", "end"])
+        fault = dice.choice(
+            [429, 500, 503, 401, 404, "reset", "reset-after-headers", "gone", "cut", "end"]
+        )
         verb = dice.choice(["get", "list", "watch", "create", "delete", "log"])
         if fault in (401, 404) and verb != "get":
             fault = 503
-        lab.api.fail(fault, verb, "" if verb != "get" else "jobsets", times=1 if fault == 401 else dice.randint(1, 2))
+        lab.api.fail(
+            fault,
+            verb,
+            "" if verb != "get" else "jobsets",
+            times=1 if fault == 401 else dice.randint(1, 2),
+        )
     elif kind == "queue":
         lab.cluster.held = True
         time.sleep(dice.uniform(0, 0.3))
@@ -83,7 +106,9 @@ def happen(lab: Lab, dice: random.Random, counts: dict) -> None:
         name = jobset["metadata"]["name"]
         with lab.store.changed:
             if lab.store.find(("jobset.x-k8s.io", "jobsets", "default", name)):
-                lab.store.mark_deleted(("jobset.x-k8s.io", "jobsets", "default", name), None, "Foreground")
+                lab.store.mark_deleted(
+                    ("jobset.x-k8s.io", "jobsets", "default", name), None, "Foreground"
+                )
     counts[kind] = counts.get(kind, 0) + 1
 
 
@@ -91,7 +116,13 @@ def play(seed: int, tmp_path) -> None:
     dice = random.Random(seed)
     flags = [f"--steps={STEPS}", f"--every={EVERY}", "--pause=0.008"]
     counts: dict[str, int] = {}
-    with Lab(tmp_path, seed=seed, flags=flags, hosts=dice.choice([1, 2, 2, 3]), max_restarts=dice.choice([0, 1, 20])) as lab:
+    with Lab(
+        tmp_path,
+        seed=seed,
+        flags=flags,
+        hosts=dice.choice([1, 2, 2, 3]),
+        max_restarts=dice.choice([0, 1, 20]),
+    ) as lab:
         lab.cluster.start_delay = dice.choice([0.0, 0.02, 0.1])
         person = Person(lab)
         for _ in range(dice.randint(3, 9)):
@@ -108,16 +139,23 @@ def check(lab: Lab, person: Person, counts: dict) -> None:
     leaders = lab.leaders()
     for before, after in zip(leaders, leaders[1:], strict=False):
         assert before.ended is not None and before.ended <= after.started, "two trainers at once"
-        begins = int(re.search(rb"begins at (\d+)", after.log)[1]) if b"begins" in after.log else None
+        begins = (
+            int(re.search(rb"begins at (\d+)", after.log)[1]) if b"begins" in after.log else None
+        )
         reached = [int(n) for n in re.findall(rb"step (\d+)", before.log)]
         if begins is not None and reached:
             saved = max(reached) if before.poll() == 42 else max(reached) // EVERY * EVERY
             # A process that dies between its line and its checkpoint has not made that checkpoint yet.
-            assert begins >= saved or (before.poll() != 42 and begins >= saved - EVERY), "a checkpoint was lost"
+            assert begins >= saved or (before.poll() != 42 and begins >= saved - EVERY), (
+                "a checkpoint was lost"
+            )
     assert all(p.poll() != 43 for p in leaders), "a second trainer tried to start"
     crashes = counts.get("crash", 0)
     assert len(lab.cluster.counted) <= crashes, "something but a crash was counted as a retry"
-    made = {r.body["metadata"]["annotations"]["olmo-core-jax/submission"] for r in lab.api.seen("create", "jobsets")}
+    made = {
+        r.body["metadata"]["annotations"]["olmo-core-jax/submission"]
+        for r in lab.api.seen("create", "jobsets")
+    }
     assert made == {"1"}, "a submission was counted although nothing stopped early"
     assert person.stopped <= crashes
 

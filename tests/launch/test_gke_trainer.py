@@ -25,7 +25,11 @@ def prepared(tmp_path_factory):
     """The laptop recipe, cut short, and a run root with its first two stages done."""
     folder = tmp_path_factory.mktemp("prepared")
     recipe = load_recipe("laptop").model_dump()
-    recipe["stage1"] |= {"stop_at": STEPS, "reference": None, "checkpoints": {"every": EVERY, "landmarks": [], "keep": 2}}
+    recipe["stage1"] |= {
+        "stop_at": STEPS,
+        "reference": None,
+        "checkpoints": {"every": EVERY, "landmarks": [], "keep": 2},
+    }
     recipe |= {"name": "short", "stage2": None}
     path = folder / "short.yaml"
     path.write_text(yaml.safe_dump(recipe))
@@ -44,7 +48,10 @@ def trainer_lab(tmp_path, recipe: Path, **gke) -> Lab:
     """A laboratory whose pods run `jobs/train` on a run root that is ready for it."""
     lab = Lab(tmp_path, translate=module_runner, grace_scale=0.1, **({"hosts": 2} | gke))
     local = Profile()
-    for job in (jobs.convert_weights(str(recipe), lab.root), jobs.build_index(str(recipe), lab.root)):
+    for job in (
+        jobs.convert_weights(str(recipe), lab.root),
+        jobs.build_index(str(recipe), lab.root),
+    ):
         jobs.run(job, local)
     lab.job = jobs.train(str(recipe), lab.root, "stage1")
     return lab
@@ -124,7 +131,10 @@ def test_another_shape_goes_on_within_rounding(prepared, undisturbed, tmp_path):
         lab.start(lab.launcher(lab.profile.model_copy(update={"gke": moved}))).finish(400)
         assert batches(lab.root) == undisturbed[1]
         assert losses(lab.root) == pytest.approx(undisturbed[0], abs=1e-5)
-        shapes = [json.loads(p.read_text())["hosts"] for p in sorted(Path(lab.root, "stage1_train", "launches").iterdir())]
+        shapes = [
+            json.loads(p.read_text())["hosts"]
+            for p in sorted(Path(lab.root, "stage1_train", "launches").iterdir())
+        ]
         assert sorted(shapes) == [1, 2]
 
 
@@ -150,7 +160,13 @@ def test_random_histories(prepared, undisturbed, tmp_path, seed):
                 getattr(lab.cluster, {"lose": "lose_node"}.get(kind, kind))(dice.choice(pods))
             if lab.cluster.jobset()["status"].get("terminalState"):
                 break
-            lab.until(lambda: lab.cluster.jobset()["status"].get("terminalState") or len(lab.cluster.running_pods()) == 2, 120)
+            lab.until(
+                lambda: (
+                    lab.cluster.jobset()["status"].get("terminalState")
+                    or len(lab.cluster.running_pods()) == 2
+                ),
+                120,
+            )
         controller.finish(400)
         assert losses(lab.root) == undisturbed[0]
         assert batches(lab.root) == undisturbed[1]

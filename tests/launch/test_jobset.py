@@ -4,9 +4,9 @@ import copy
 import re
 from pathlib import Path
 
+import crd_files
 import pytest
 import yaml
-from crd_files import crds  # noqa: F401
 from fake_kube.cluster import job_failure, jobset_action
 
 from olmo_core_jax.errors import UserError
@@ -17,6 +17,7 @@ from olmo_core_jax.launch.gke_profile import GKE
 from olmo_core_jax.launch.jobset import launch_digest, render
 from olmo_core_jax.launch.profile import Profile, load_profile
 
+crds = crd_files.crds
 INFRA = Path(__file__).resolve().parents[2] / "infra"
 RUN = "gs://my-project-olmo-runs/7b"
 PROFILES = ["cpu-cluster", "v5p-256", "tpu7x-4x4x4", "tpu7x-4x8x8"]
@@ -125,7 +126,9 @@ def test_a_wrong_manifest_never_leaves_the_launcher(tmp_path, crds, monkeypatch)
 )
 def test_wrong_profiles_are_refused_with_the_fields_name(tmp_path, section, message):
     path = tmp_path / "p.yaml"
-    path.write_text(yaml.safe_dump({"backend": "gke", "gke": {"shape": "v5p-256", "image": "i"} | section}))
+    path.write_text(
+        yaml.safe_dump({"backend": "gke", "gke": {"shape": "v5p-256", "image": "i"} | section})
+    )
     with pytest.raises(UserError, match=message):
         load_profile(str(path))
 
@@ -144,7 +147,9 @@ def test_names_are_stable_short_and_different():
 def test_shape_changes_the_launch_and_never_the_name():
     small, large = render(JOB, gke(shape="tpu7x-4x4x4")), render(JOB, gke(shape="tpu7x-4x8x8"))
     assert small["metadata"]["name"] == large["metadata"]["name"]
-    assert launch_digest(JOB, gke(shape="tpu7x-4x4x4")) != launch_digest(JOB, gke(shape="tpu7x-4x8x8"))
+    assert launch_digest(JOB, gke(shape="tpu7x-4x4x4")) != launch_digest(
+        JOB, gke(shape="tpu7x-4x8x8")
+    )
     patient = gke(watching={"queue_timeout": 60.0})
     assert launch_digest(JOB, gke()) == launch_digest(JOB, patient)
 
@@ -165,7 +170,10 @@ def test_what_a_tpu7x_host_with_two_processes_asks_for():
 def test_capacity_and_platform_become_selectors_and_tolerations():
     spot = pod_of(render(JOB, gke(capacity="spot")))
     assert spot["nodeSelector"]["cloud.google.com/gke-spot"] == "true"
-    assert {t["key"] for t in spot["tolerations"]} == {"google.com/tpu", "cloud.google.com/gke-spot"}
+    assert {t["key"] for t in spot["tolerations"]} == {
+        "google.com/tpu",
+        "cloud.google.com/gke-spot",
+    }
     flex = pod_of(render(JOB, gke(capacity="flex-start")))
     assert flex["nodeSelector"]["cloud.google.com/gke-flex-start"] == "true"
     held = pod_of(render(JOB, gke(capacity="reservation", reservation="r1")))
@@ -178,9 +186,14 @@ def test_capacity_and_platform_become_selectors_and_tolerations():
 
 def test_cpu_and_gpu_hosts_are_told_their_coordinator():
     manifest = render(JOB, gke(shape="h100", hosts=4))
-    (topology,) = [a for a in pod_of(manifest)["containers"][0]["command"] if a.startswith("--topology=")]
+    (topology,) = [
+        a for a in pod_of(manifest)["containers"][0]["command"] if a.startswith("--topology=")
+    ]
     name = manifest["metadata"]["name"]
-    assert f'"coordinator":"{name}-slice-0-0.{name}:8482"' in topology and '"num_processes":4' in topology
+    assert (
+        f'"coordinator":"{name}-slice-0-0.{name}:8482"' in topology
+        and '"num_processes":4' in topology
+    )
     tpu = " ".join(pod_of(render(JOB, gke()))["containers"][0]["command"])
     assert "coordinator" not in tpu and '"platform":"tpu"' in tpu and '"attention":"splash"' in tpu
 

@@ -118,7 +118,11 @@ class _Handler(BaseHTTPRequestHandler):
         length = int(self.headers.get("Content-Length") or 0)
         body = json.loads(self.rfile.read(length)) if length else None
         match = PATH.match(url.path)
-        parts = match.groupdict() if match else {"plural": url.path.rstrip("/"), "name": "-", "sub": None}
+        parts = (
+            match.groupdict()
+            if match
+            else {"plural": url.path.rstrip("/"), "name": "-", "sub": None}
+        )
         token = (self.headers.get("Authorization") or "").removeprefix("Bearer ")
         request = Request(
             self._verb(parts, query), parts["plural"], parts["name"] or "", query, body, token
