@@ -56,7 +56,7 @@ class Reproduce(FlowSpec):
         """Every shard is measured once; the order of both stages is fixed."""
         from olmo_core_jax.launch import job
 
-        self.index = self._run(job.build_index(self.recipe_file, self.run_root))
+        self.indexed = self._run(job.build_index(self.recipe_file, self.run_root))
         self.next(self.stage1_train)
 
     @card(type="blank", id="stage", refresh_interval=1)
@@ -111,7 +111,9 @@ class Reproduce(FlowSpec):
     @step
     def end(self):
         """Where to look."""
-        print(f"report: {self.final['outputs'].get('report')}")
+        from olmo_core_jax.report import html
+
+        print(f"report: {html.page_uri(self.run_root)}")
 
     def _run(self, job) -> dict:
         """Run one job with its live card; its small artifact holds URIs and the leading figures."""
