@@ -15,9 +15,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from olmo_core_jax import recipes, storage
-from olmo_core_jax.errors import CRASH, OK, JobError, UserError
+from olmo_core_jax.errors import CRASH, OK, PREEMPTED, JobError, UserError
 from olmo_core_jax.jobs import lock
-from olmo_core_jax.jobs.signals import StopRequest, grace_from_environment
+from olmo_core_jax.jobs.signals import StopNow, StopRequest, grace_from_environment
 from olmo_core_jax.recipes import Recipe
 from olmo_core_jax.results import StageResult, read_result, write_result
 from olmo_core_jax.topology import Topology, load_topology, process_id
@@ -70,6 +70,21 @@ class Job:
 def main(job: Job, argv: Sequence[str] | None = None) -> int:
     """Runs a job from the command line and returns its exit code (errors.py)."""
     stop = StopRequest(grace_from_environment()).install()
+    try:
+        _log_to_stdout()
+        return run(job, _parser(job).parse_args(argv), stop)
+    except JobError as e:
+        log.error("%s: %s", type(e).__name__, e)
+        return e.exit_code
+    except StopNow as e:
+        log.error("Preempted: %s", e)
+        return PREEMPTED
+    except Exception:
+        log.exception("the job crashed")
+        return CRASH
+
+
+def _parser(job: Job) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog=f"python -m olmo_core_jax.jobs.{job.name}")
     parser.add_argument("--recipe", required=True, help="name of a shipped recipe, or a YAML file")
     parser.add_argument("--run-root", required=True, help="folder or gs:// URI of the whole run")
@@ -77,25 +92,15 @@ def main(job: Job, argv: Sequence[str] | None = None) -> int:
         "--topology", help="YAML or JSON: mesh, kernels, workers (default: this machine)"
     )
     job.flags(parser)
-    logging.basicConfig(
-        level=logging.INFO,
-        format="%(asctime)s %(message)s",
-        datefmt="%H:%M:%S",
-        stream=sys.stdout,
-        force=True,
-    )
+    return parser
+
+
+def _log_to_stdout() -> None:
+    form = {"format": "%(asctime)s %(message)s", "datefmt": "%H:%M:%S"}
+    logging.basicConfig(level=logging.INFO, stream=sys.stdout, force=True, **form)
     # Loggers of libraries stay at warnings: their INFO lines bury ours.
     for noisy in ("absl", "jax", "orbax", "grain", "google", "urllib3"):
         logging.getLogger(noisy).setLevel(logging.WARNING)
-    try:
-        args = parser.parse_args(argv)
-        return run(job, args, stop)
-    except JobError as e:
-        log.error("%s: %s", type(e).__name__, e)
-        return e.exit_code
-    except Exception:
-        log.exception("the job crashed")
-        return CRASH
 
 
 def run(job: Job, args: argparse.Namespace, stop: StopRequest) -> int:

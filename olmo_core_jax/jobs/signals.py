@@ -15,10 +15,14 @@ from olmo_core_jax.errors import PREEMPTED, Preempted
 log = logging.getLogger(__name__)
 
 
+class StopNow(BaseException):
+    """Raised by the signal handler. No Exception: logging, and many a library, would swallow one."""
+
+
 class StopRequest:
     """Has somebody asked this job to stop?
 
-    Before `poll()` is called a signal raises Preempted in the main thread. After it, the job looks at `requested`
+    Before `poll()` is called a signal raises StopNow in the main thread. After it, the job looks at `requested`
     between its steps, saves, and raises Preempted itself.
     """
 
@@ -61,7 +65,7 @@ class StopRequest:
         self._event.set()
         if not self._polling and not self._raised:  # a second signal must not break the ending
             self._raised = True
-            raise Preempted("told to stop")
+            raise StopNow("told to stop")
 
     def _watch(self, reader: socket.socket, writer: socket.socket) -> None:
         while signal.SIGTERM not in reader.recv(16):

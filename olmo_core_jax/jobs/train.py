@@ -10,7 +10,7 @@ from contextlib import closing
 
 from olmo_core_jax import storage
 from olmo_core_jax.jobs.common import Context, Job, Outcome, main
-from olmo_core_jax.recipes.schema import TRAINING_STAGES
+from olmo_core_jax.recipes.schema import TRAINING_STAGES, Stage
 from olmo_core_jax.results import digest_of
 
 log = logging.getLogger("olmo")
@@ -52,85 +52,91 @@ def _trainer(context: Context, open_things: contextlib.ExitStack):
     """Everything that the loop needs, from the recipe, the topology and what is on disk."""
     import jax
 
-    from olmo_core_jax.data.loader import Loader
-    from olmo_core_jax.data.stage_data import open_stage_data, repetition_filter
+    from olmo_core_jax.data.stage_data import open_stage_data
     from olmo_core_jax.optim.schedules import check_schedule
-    from olmo_core_jax.train import mesh as meshes
-    from olmo_core_jax.train.checkpoint import CheckpointStore
-    from olmo_core_jax.train.loop import Trainer
-    from olmo_core_jax.train.metrics import LineLog, Meter, MetricsWriter
-    from olmo_core_jax.train.resume import run_identity, starting_state
-    from olmo_core_jax.train.step import make_train_step
+    from olmo_core_jax.train import loop, mesh, metrics, resume, step
 
     recipe, stage, topology = context.recipe, context.args.stage, context.topology
     section = recipe.stage(stage)
     check_schedule(section, stage)
-    mesh = meshes.make_mesh(topology.mesh)
-    plan = meshes.plan_batch(section, topology, mesh)
-    log.info(
-        "mesh %s; %d instances an update = %d data-parallel x %d accumulated x %d a device",
-        *(dict(mesh.shape), plan.instances, plan.ways, plan.accumulation, plan.per_device),
-    )
+    grid = mesh.make_mesh(topology.mesh)
+    plan = mesh.plan_batch(section, topology, grid)
+    log.info("mesh %s; %s", dict(grid.shape), plan)
     index, order = open_stage_data(context.upstream("build_index", stage), section)
-    checkpoints = section.checkpoints
-    store = open_things.enter_context(
-        closing(
-            CheckpointStore(
-                context.path("checkpoints"),
-                keep=checkpoints.keep,
-                landmarks=checkpoints.landmarks,
-            )
-        )
-    )
+    store = open_things.enter_context(closing(_store(context, section)))
     upstream = context.upstream(UPSTREAM[stage], "checkpoints")
-    start = starting_state(recipe, stage, index, mesh, store, upstream)
-    done = int(start.state.step)
-    loader = open_things.enter_context(
-        Loader(
-            index,
-            order,
-            first_step=done + 1,
-            last_step=section.last_step,
-            rows=meshes.local_rows(mesh, section.batch_instances),
-            workers=topology.data_workers,
-            repetition=repetition_filter(section.data),
-        )
-    )
-    step_fn = make_train_step(
-        recipe.model,
-        section,
-        recipe.precision,
-        topology,
-        mesh,
-        pad_id=recipe.tokenizer.pad_id,
-        accumulation=plan.accumulation,
-    )
-    meter = Meter(
-        recipe.model,
-        section,
-        jax.device_count(),
-        jax.devices()[0].device_kind,
-        filtered=section.data.repetition_filter is not None,
-    )
-    trainer = Trainer(
-        section,
-        mesh,
-        step_fn,
-        start.state,
-        loader,
-        store,
-        context.stop,
-        meter,
-        run_identity(recipe, stage, index),
+    start = resume.starting_state(recipe, stage, index, grid, store, upstream)
+    first_step = int(start.state.step) + 1
+    rows = mesh.local_rows(grid, section.batch_instances)
+    trainer = loop.Trainer(
+        stage=section,
+        mesh=grid,
+        step_fn=step.make_train_step(
+            recipe.model,
+            section,
+            recipe.precision,
+            topology,
+            grid,
+            pad_id=recipe.tokenizer.pad_id,
+            accumulation=plan.accumulation,
+        ),
+        state=start.state,
+        loader=open_things.enter_context(
+            _loader(index, order, section, first_step, rows, topology.data_workers)
+        ),
+        store=store,
+        stop=context.stop,
+        meter=metrics.Meter(
+            recipe.model, section, jax.device_count(), jax.devices()[0].device_kind
+        ),
+        identity=resume.run_identity(recipe, stage, index),
         skipped=start.skipped,
     )
-    if jax.process_index() == 0 and done < section.last_step:
-        trainer.metrics = open_things.enter_context(
-            closing(MetricsWriter(context.path("metrics"), done + 1))
-        )
-        trainer.instances = LineLog(context.path("instances.jsonl"))
+    if jax.process_index() == 0 and first_step <= section.last_step:  # the one writer
+        writer = metrics.MetricsWriter(context.path("metrics"), first_step)
+        trainer.metrics = open_things.enter_context(closing(writer))
+        trainer.instances = metrics.LineLog(context.path("instances.jsonl"))
         open_things.callback(trainer.instances.flush)
+        _note_attempt(context, trainer, writer.attempt, first_step)
     return trainer
+
+
+def _note_attempt(context: Context, trainer, attempt: int, first_step: int) -> None:
+    """attempts/<n>.json: what this attempt runs on. A stage may move between shapes; the report shows its segments."""
+    import jax
+
+    facts = {
+        "attempt": attempt,
+        "first_step": first_step,
+        "shape": os.environ.get("OLMO_SHAPE", "this machine"),
+        "devices": trainer.meter.devices,
+        "kind": trainer.meter.kind,
+        "processes": jax.process_count(),
+        "restart": os.environ.get("JOBSET_RESTART", ""),
+    }
+    storage.write_json(context.path("attempts", f"{attempt:05d}.json"), facts)
+
+
+def _store(context: Context, section: Stage):
+    from olmo_core_jax.train.checkpoint import CheckpointStore
+
+    rule = section.checkpoints
+    return CheckpointStore(context.path("checkpoints"), keep=rule.keep, landmarks=rule.landmarks)
+
+
+def _loader(index, order, section: Stage, first_step: int, rows, workers: int):
+    from olmo_core_jax.data.loader import Loader
+    from olmo_core_jax.data.stage_data import repetition_filter
+
+    return Loader(
+        index,
+        order,
+        first_step=first_step,
+        last_step=section.last_step,
+        rows=rows,
+        workers=workers,
+        repetition=repetition_filter(section.data),
+    )
 
 
 def _outcome(context: Context, trainer, seconds: float) -> Outcome:
@@ -164,7 +170,7 @@ def _outcome(context: Context, trainer, seconds: float) -> Outcome:
 
 
 def _start_digest(context: Context) -> str:
-    """The checksums of the arrays that the stage begins with; else the seed of our own initialisation."""
+    """Checksums of the arrays that the stage begins with, or the seed of our own initialisation."""
     meta = context.upstream(UPSTREAM[context.args.stage], "checkpoints", "0", "meta", "metadata")
     try:
         sums = storage.read_json(meta).get("checksums", {})

@@ -1,4 +1,4 @@
-"""Several processes, one job: started before JAX is asked for its devices, and every process says who it is."""
+"""Several processes, one job: joined before JAX is asked for its devices; each says who it is."""
 
 import logging
 import os
@@ -15,14 +15,14 @@ log = logging.getLogger(__name__)
 
 
 def initialize(topology: Topology) -> None:
-    """Joins the other processes where there are any. Call it before anything that touches jax.devices().
+    """Joins the other processes where there are any, before anything touches jax.devices().
 
-    Raises UserError where the coordinator is not there within topology.distributed.wait_seconds.
+    Raises UserError where no coordinator answers within topology.distributed.wait_seconds.
     """
     arguments = cluster_arguments(topology)
     if arguments is None:
         return
-    # A process learns of a SIGTERM by itself and tells the others in the loop; JAX's own service would take the signal.
+    # Whoever gets a SIGTERM tells the others in the loop; JAX's own service would take the signal.
     jax.config.update("jax_enable_preemption_service", False)
     wait = topology.distributed.wait_seconds
     if "coordinator_address" in arguments:
@@ -46,7 +46,7 @@ def cluster_arguments(topology: Topology, env: Mapping[str, str] = os.environ) -
             "num_processes": d.num_processes,
             "process_id": process_id(topology, env),
         }
-    # GKE injects these for a TPU slice and JAX reads them itself; one host alone needs no coordinator.
+    # GKE injects these for a TPU slice and JAX reads them itself; one host needs no coordinator.
     hosts = env.get("TPU_PROCESS_ADDRESSES") or env.get("TPU_WORKER_HOSTNAMES", "")
     slices = int(env.get("MEGASCALE_NUM_SLICES", "1"))
     if topology.platform == "cpu" or len(hosts.split(",")) * slices < 2:
@@ -58,8 +58,9 @@ def describe() -> str:
     """Who this process is among all, and what it can use."""
     kinds = sorted({d.device_kind for d in jax.local_devices()})
     return (
-        f"process {jax.process_index()} of {jax.process_count()} on {socket.gethostname()} (pid {os.getpid()}): "
-        f"{jax.local_device_count()} of {jax.device_count()} devices, {', '.join(kinds)}, jax {jax.__version__}"
+        f"process {jax.process_index()} of {jax.process_count()} on {socket.gethostname()} "
+        f"(pid {os.getpid()}): {jax.local_device_count()} of {jax.device_count()} devices, "
+        f"{', '.join(kinds)}, jax {jax.__version__}"
     )
 
 

@@ -1,20 +1,21 @@
-"""Model FLOPs of a token, attention counted as it is: a query sees its causal past, or its window's part of it.
+"""Model FLOPs of a token, attention counted as it is: a query sees its past, or its window of it.
 
-A multiply-add is two operations; backward costs twice the forward; recomputation does not count, nor do norms,
-softmax, rotary embedding or the optimizer. MFU = FLOPs a token * tokens a second / (devices * peak).
+A multiply-add is two operations; backward costs twice the forward; recomputation does not count,
+nor do norms, softmax, rotary embedding or the optimizer.
+MFU = FLOPs a token * tokens a second / (devices * peak).
 """
 
 from olmo_core_jax.recipes.schema import Model
 
 
 def mean_visible_keys(sequence: int, window: int) -> float:
-    """Keys that a query sees on average over positions 0..sequence-1; window -1 is the whole past, itself included."""
+    """Keys that a query sees, itself included, averaged over the positions; window -1: its past."""
     w = sequence if window < 0 else min(window, sequence)
     return (w * (w + 1) / 2 + (sequence - w) * w) / sequence
 
 
 def matrix_parameters(model: Model) -> int:
-    """Weights that a token is multiplied with: all matrices but the embedding table, the head included."""
+    """Weights that a token is multiplied with: all matrices but the embedding table."""
     heads, kv = model.n_heads * model.head_dim, model.n_kv_heads * model.head_dim
     layer = 2 * model.d_model * (heads + kv) + 3 * model.d_model * model.mlp_hidden
     return model.n_layers * layer + model.padded_vocab_size * model.d_model

@@ -85,7 +85,7 @@ class Trainer:
             step += 1
             self._dispatch(step, vote)
             stop = self._settle(leave=1)
-            if step in self._saves or stop:
+            if stop or self._is_saved(step):
                 self._settle(leave=0)
                 self._save(step)
             if stop:
@@ -98,9 +98,9 @@ class Trainer:
         self.store.wait()
         return self.state
 
-    @property
-    def _saves(self) -> "_Saves":
-        return _Saves(self.stage)
+    def _is_saved(self, step: int) -> bool:
+        c = self.stage.checkpoints
+        return step % c.every == 0 or step in c.landmarks or step == self.stage.last_step
 
     def _dispatch(self, step: int, vote: StopVote | None) -> None:
         """Hands update `step` to the device and returns at once."""
@@ -144,11 +144,13 @@ class Trainer:
         )
         values = self.meter.values(update)
         self.last, self.skipped = update, self.skipped + int(skipped)
+        if self.metrics is not None:
+            self.metrics.write(done.step, values)
+            self._print(update, now)
         self._watch(update)
-        if self.metrics is None:
-            return
-        self.metrics.write(done.step, values)
-        if now - self._printed > PRINT_SECONDS or skipped or done.step == self.stage.last_step:
+
+    def _print(self, update: Update, now: float) -> None:
+        if now - self._printed > PRINT_SECONDS or update.step == self.stage.last_step:
             log.info(self.meter.line(update))
             self._printed = now
 
@@ -159,8 +161,9 @@ class Trainer:
         self.store.wait()
         good = self.store.latest_good()
         where = "none" if good is None else storage.join(self.store.directory, str(good))
+        first = update.step - PATIENCE + 1
         raise Diverged(
-            f"updates {update.step - PATIENCE + 1} to {update.step} had a non-finite loss or gradient; "
+            f"updates {first} to {update.step} had a non-finite loss or gradient; "
             f"last good checkpoint: {where}"
         )
 
@@ -197,14 +200,3 @@ class Trainer:
                 "checkpoint %d: run step %d, schedule %d, Adam %d, batches %d, tokens %d (%.2f s)",
                 *(step, made, step, adam, given, meta["tokens_seen"], time.monotonic() - began),
             )
-
-
-class _Saves:
-    """The steps that are saved: every so many, the landmarks, and the last one."""
-
-    def __init__(self, stage: Stage):
-        self._stage = stage
-
-    def __contains__(self, step: int) -> bool:
-        c = self._stage.checkpoints
-        return step % c.every == 0 or step in c.landmarks or step == self._stage.last_step

@@ -1,9 +1,11 @@
-"""From the devices that are there to a mesh, and from logical axis names to shardings on it. One table decides.
+"""From devices to a mesh, and from logical axis names to shardings on it. One table decides.
 
-Mesh axes: replica (copies of everything), fsdp (parameters and batch), tensor (heads, MLP, vocabulary), context
-(sequence). The recipe's global batch is cut by what the *whole* mesh holds, never by what one process sees.
+Mesh axes: replica (copies of everything), fsdp (parameters and batch), tensor (heads, MLP,
+vocabulary), context (sequence). The recipe's global batch is cut by what the *whole* mesh holds,
+never by what one process sees.
 """
 
+import functools
 import logging
 import math
 from collections.abc import Sequence
@@ -45,7 +47,7 @@ RULES: dict[str, tuple[str, ...]] = {
 
 
 def make_mesh(wanted: topologies.Mesh, devices: Sequence[jax.Device] | None = None) -> Mesh:
-    """The mesh over all of the job's devices. Raises UserError with both numbers where the sizes do not fit them."""
+    """The mesh over all of the job's devices. Raises UserError where its sizes do not fit them."""
     devices = jax.devices() if devices is None else list(devices)
     sizes = mesh_sizes(wanted, len(devices))
     slices = len({getattr(d, "slice_index", 0) for d in devices})
@@ -81,9 +83,6 @@ def _over_slices(sizes: tuple[int, ...], slices: int) -> tuple[list[int], list[i
     )
 
 
-# -- shardings --------------------------------------------------------------------------------------------------------
-
-
 def named_sharding(mesh: Mesh, names: Sequence[str | None]) -> NamedSharding:
     """The sharding of an array whose axes have these logical names; None: not split."""
     return NamedSharding(mesh, _spec([RULES[n] if n else () for n in names]))
@@ -96,23 +95,31 @@ def replicated(mesh: Mesh) -> NamedSharding:
 def param_shardings(mesh: Mesh, model: Model) -> dict:
     """The tree of parameters' shardings. An axis that its mesh axes do not divide stays whole."""
 
-    def fit(names, leaf) -> NamedSharding:
-        axes = [RULES[n] for n in names]
-        ways = [math.prod(mesh.shape[a] for a in split) for split in axes]
-        fits = [size % n == 0 for size, n in zip(leaf.shape, ways, strict=True)]
-        for name, size, n, ok in zip(names, leaf.shape, ways, fits, strict=True):
-            if not ok:
-                log.warning("axis %r of %d is not split over %d devices", name, size, n)
-        return NamedSharding(
-            mesh, _spec([a if ok else () for a, ok in zip(axes, fits, strict=True)])
-        )
+    def sharding(leaf: jax.ShapeDtypeStruct, names: tuple[str, ...]) -> NamedSharding:
+        axes = [_dividing(mesh, n, size) for n, size in zip(names, leaf.shape, strict=True)]
+        return NamedSharding(mesh, _spec(axes))
 
-    is_names = lambda x: isinstance(x, tuple)  # noqa: E731
-    return jax.tree.map(fit, logical_axes(model), abstract_params(model), is_leaf=is_names)
+    return jax.tree.map(sharding, abstract_params(model), logical_axes(model))
+
+
+def _dividing(mesh: Mesh, name: str, size: int) -> tuple[str, ...]:
+    """As many of a logical axis' mesh axes, from the first on, as divide its size."""
+    axes = RULES[name]
+    for count in range(len(axes), -1, -1):
+        if size % math.prod(mesh.shape[a] for a in axes[:count]) == 0:
+            break
+    if count < len(axes):
+        _tell_once(f"parameter axis {name!r} of {size} is split over {axes[:count]}, not {axes}")
+    return axes[:count]
+
+
+@functools.cache
+def _tell_once(text: str) -> None:
+    log.warning(text)
 
 
 def state_shardings(mesh: Mesh, model: Model):
-    """TrainState of shardings: both moments lie exactly where their parameters lie, all else is replicated."""
+    """TrainState of shardings: both moments lie where their parameters lie, all else is whole."""
     from olmo_core_jax.train.step import TrainState
 
     params, whole = param_shardings(mesh, model), replicated(mesh)
@@ -126,9 +133,6 @@ def _spec(axes: list[tuple[str, ...]]) -> PartitionSpec:
     return PartitionSpec(*parts)
 
 
-# -- the global batch -------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class BatchPlan:
     """instances = ways * accumulation * per_device; ways: devices that hold different rows."""
@@ -138,30 +142,40 @@ class BatchPlan:
     accumulation: int
     per_device: int
 
+    def __str__(self) -> str:
+        return (
+            f"{self.instances} instances an update = {self.ways} data-parallel x "
+            f"{self.accumulation} accumulated x {self.per_device} a device"
+        )
+
 
 def plan_batch(stage: Stage, topology: topologies.Topology, mesh: Mesh) -> BatchPlan:
-    """How the recipe's global batch lies on the mesh. Raises UserError with the nearest choices where it cannot."""
+    """How the recipe's global batch lies on the mesh.
+
+    Raises UserError with the nearest choices where it cannot.
+    """
     ways = math.prod(mesh.shape[a] for a in RULES["batch"])
     total = stage.batch_instances
     if total % ways:
         sequence = stage.data.sequence_length
         near = [n * sequence for n in (total // ways * ways, (total // ways + 1) * ways) if n]
         raise UserError(
-            f"a batch of {total} instances ({stage.batch_tokens} tokens) cannot be shared by {ways} data-parallel devices: "
-            f"use {_or(_nearest(total, ways))} of them (topology.mesh replica x fsdp), or batch_tokens {_or(near)}"
+            f"a batch of {total} instances ({stage.batch_tokens} tokens) cannot be shared by "
+            f"{ways} data-parallel devices: use {_or(_nearest(total, ways))} of them "
+            f"(topology.mesh, replica x fsdp), or batch_tokens {_or(near)}"
         )
     rows = total // ways
     asked_micro, asked_size = topology.accumulation, topology.per_device_batch
     for field, value in (("accumulation", asked_micro), ("per_device_batch", asked_size)):
         if value and rows % value:
             raise UserError(
-                f"topology.{field} {value} does not divide the {rows} instances that each of {ways} devices takes "
-                f"in an update: use {_or(_nearest(rows, value))}"
+                f"topology.{field} {value} does not divide the {rows} instances that each of "
+                f"{ways} devices takes in an update: use {_or(_nearest(rows, value))}"
             )
     if asked_micro and asked_size and asked_micro * asked_size != rows:
         raise UserError(
-            f"topology: accumulation {asked_micro} x per_device_batch {asked_size} is not the {rows} instances that each "
-            f"of {ways} devices takes in an update: leave one of them out"
+            f"topology: accumulation {asked_micro} x per_device_batch {asked_size} is not the "
+            f"{rows} instances that each of {ways} devices takes in an update: leave one out"
         )
     micro = asked_micro or (rows // asked_size if asked_size else 1)
     return BatchPlan(total, ways, micro, rows // micro)

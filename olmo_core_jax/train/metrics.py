@@ -1,4 +1,4 @@
-"""What an update reports, under OLMo-core's names: to metrics.jsonl, to TensorBoard, and to the log.
+"""What an update reports, by OLMo-core's names: to metrics.jsonl, TensorBoard and the log.
 
 One line an update and attempt; nothing is ever rewritten. After a kill the updates since the last
 checkpoint are made, and logged, again with the next attempt number.
@@ -25,7 +25,7 @@ TAIL = 1 << 16
 
 
 class LineLog:
-    """Appends JSON objects to a file or a gs:// object, a line each. `attempt` counts its writers."""
+    """Appends JSON objects, a line each, to a file or object. `attempt` counts its writers."""
 
     def __init__(self, uri: str):
         self.uri = uri
@@ -129,7 +129,6 @@ class Meter:
     stage: Stage
     devices: int
     kind: str
-    filtered: bool = False
     _seconds: float = field(default=0.0, init=False)
     _updates: int = field(default=0, init=False)
 
@@ -138,7 +137,7 @@ class Meter:
         self._peak = peak_flops(self.kind)
 
     def values(self, u: Update) -> dict[str, float]:
-        """The update's metrics by OLMo-core's names, and the published reproduction's beside them."""
+        """The update's metrics by OLMo-core's names, with the published reproduction's extras."""
         tokens = u.step * self.stage.batch_tokens
         values = {"train/CE loss": u.ce_loss}
         if u.ce_loss < PPL_BELOW:
@@ -146,7 +145,7 @@ class Meter:
         if self.stage.loss.z_loss:
             values["train/Z loss"] = u.z_loss
             values["train/Z loss unscaled"] = u.z_loss / self.stage.loss.z_loss
-        if self.filtered:
+        if self.stage.data.repetition_filter:
             values["train/masked instances (%)"] = u.masked
         values |= {
             "optim/total grad norm": u.grad_norm,
@@ -188,7 +187,7 @@ class Meter:
 
     @property
     def mfu(self) -> str:
-        """Model FLOPs utilisation in percent, or `unknown` for a chip that has no published peak here."""
+        """Model FLOPs utilisation in percent; `unknown` for a chip without a published peak."""
         rate = self.tokens_per_second
         if not self._peak or not rate:
             return "unknown"

@@ -1,4 +1,4 @@
-"""Where a stage begins: its own newest good checkpoint, else the step 0 that the stage before it made.
+"""Where a stage begins: its own newest good checkpoint, else the step 0 made by the stage before.
 
 Nothing of a checkpoint is taken silently: recipe, stage, model and data have to be the ones that
 this run has, or the run is refused with both sides named.
@@ -73,9 +73,8 @@ def starting_state(
         if stage == "stage1" and recipe.weights.hf is None and not begin.exists(0):
             log.info("begins with our own initialisation, seed %d", recipe.weights.init_seed)
             return Start(_fresh(recipe, stage, mesh, None))
-        raise UserError(
-            f"{stage} begins with {storage.join(upstream, '0')}, but {reason}: run the stage before it"
-        )
+        where = storage.join(upstream, "0")
+        raise UserError(f"{stage} begins with {where}, but {reason}: run the stage before it")
     _require_same(begin, 0, begin.meta(0), {"recipe": identity["recipe"]})
     log.info("begins with %s", storage.join(upstream, "0"))
     if stage == "stage2":
@@ -98,7 +97,7 @@ def run_identity(recipe: Recipe, stage: str, index: Index) -> dict[str, Any]:
 def _require_same(store: CheckpointStore, step: int, meta: dict, identity: dict) -> None:
     there = {**meta, "fingerprint": meta.get("data", {}).get("fingerprint")}
     for name, wanted in identity.items():
-        # A checkpoint that says nothing about a point (its arrays are compared anyway) does not contradict it.
+        # What a checkpoint says nothing about is not contradicted; its arrays are compared anyway.
         if there.get(name) is not None and there[name] != wanted:
             raise UserError(
                 f"checkpoint {storage.join(store.directory, str(step))} is of another {name}: "

@@ -28,3 +28,34 @@ def run_python(code: str, *args: str, devices: int = 1, timeout: float = 180) ->
     )
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stdout + done.stderr
+
+
+def start_training(
+    recipe: str, run_root: str | Path, *flags: str, devices: int = 1, stage: str = "stage1", **env
+) -> subprocess.Popen:
+    """The real job, as the flow starts it. Its output is merged and piped."""
+    command = [sys.executable, "-m", "olmo_core_jax.jobs.train", "--stage", stage]
+    return subprocess.Popen(
+        [*command, "--recipe", recipe, "--run-root", str(run_root), *flags],
+        env=environment(devices) | env,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def finish(process: subprocess.Popen, timeout: float = 240) -> tuple[int, str]:
+    """(exit code, output)."""
+    output, _ = process.communicate(timeout=timeout)
+    return process.returncode, output
+
+
+def read_until(process: subprocess.Popen, text: str) -> str:
+    """Reads the job's output up to a line with this text; fails where it ends before."""
+    seen = ""
+    assert process.stdout is not None
+    for line in process.stdout:
+        seen += line
+        if text in line:
+            return seen
+    raise AssertionError(f"{text!r} never came:\n{seen}")
