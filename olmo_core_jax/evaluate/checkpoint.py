@@ -97,7 +97,6 @@ class Evaluator:
     def _harness(self, params: dict):
         from tokenizers import Tokenizer
 
-        tasks.prepare(self.recipe.evaluation)
         from olmo_core_jax.evaluate.harness import OlmoLM
 
         recipe = self.recipe

@@ -158,7 +158,7 @@ def _task_folder(tasks_path: str | None) -> Iterator[str | None]:
 def prepare(evaluation: Evaluation) -> None:
     """Before `datasets` is imported: bundled data needs no hub, and logs need no progress bars."""
     for noisy in ("lm_eval", "datasets"):
-        logging.getLogger(noisy).setLevel(logging.WARNING)
+        logging.getLogger(noisy).setLevel(logging.ERROR)
     os.environ.setdefault("TQDM_DISABLE", "1")
     if evaluation.tasks_path is not None:
         for name in ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE"):

@@ -59,6 +59,9 @@ def inputs(context: Context) -> dict[str, str]:
 
 
 def work(context: Context) -> Outcome:
+    from olmo_core_jax.evaluate import tasks
+
+    tasks.prepare(context.recipe.evaluation)  # before anything imports what it silences
     from olmo_core_jax.evaluate.checkpoint import make_evaluator
     from olmo_core_jax.train import distributed
     from olmo_core_jax.train.mesh import make_mesh
@@ -94,7 +97,7 @@ def _final(context: Context, evaluator) -> Outcome:
         else:
             ours, reference = evaluator.pair(_checkpoints(context, stage), stage, step)
         if reference is not None:
-            gaps = weight_figures(ours, reference)
+            gaps = weight_figures(ours, reference, recipe.model)
             outcome.figures |= {f"{stage}/{name}": value for name, value in gaps.items()}
     outcome.figures |= checks.worst_of(_landmark_figures(context))
     verdicts = checks.verdicts(outcome.figures, checks.checks_of(recipe))
