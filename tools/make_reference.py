@@ -76,9 +76,7 @@ def make_exports(out: Path, work: Path) -> None:
         for step in stage["native_steps"]:
             copy_native(work / stage["name"] / f"step{step}", results / f"native/step{step}", out)
     step0 = work / "stage1/step0"
-    gap = write_parity(
-        step0, out / "stage1/hf/step0", out / "heldout", out / "parity/logits.npz"
-    )
+    gap = write_parity(step0, out / "stage1/hf/step0", out / "heldout", out / "parity/logits.npz")
     print(f"parity: transformers' logits within {gap:.1e} of OLMo-core's")
 
 

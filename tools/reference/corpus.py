@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -145,7 +146,7 @@ def _chunks(tokens: list[np.ndarray], files: int) -> list[np.ndarray]:
     """
     bounds = [round(i * len(tokens) / files) for i in range(files + 1)]
     chunks = []
-    for start, end in zip(bounds, bounds[1:], strict=False):
+    for start, end in pairwise(bounds):
         while sum(map(len, tokens[start:end])) % settings.SEQUENCE_LENGTH == 0:
             end -= 1
         chunks.append(np.concatenate(tokens[start:end]))

@@ -12,7 +12,15 @@ from pathlib import Path
 from . import settings
 from .sources import SOURCES
 
-PACKAGES = ["torch", "ai2-olmo-core", "transformers", "tokenizers", "numpy", "lm_eval", "safetensors"]
+PACKAGES = [
+    "torch",
+    "ai2-olmo-core",
+    "transformers",
+    "tokenizers",
+    "numpy",
+    "lm_eval",
+    "safetensors",
+]
 
 
 def make(out: Path, seconds: dict[str, float]) -> dict:

@@ -20,7 +20,7 @@ MODEL = {
     "d_model": 48,
     "n_heads": 3,
     "head_dim": 16,
-    "hidden_size": 128,
+    "hidden_size": 112,
     "vocab_size": VOCAB_SIZE,
     "rope_theta": 500_000,
     "layer_norm_eps": 1e-6,
@@ -47,14 +47,16 @@ OPTIMIZER = {
 STAGE1 = {
     "name": "stage1",
     "mix": "mixes/stage1.txt",
-    "peak_lr": 5e-4,
+    "peak_lr": 3e-4,
     "scheduler": "CosWithWarmup",
     "warmup": 40,
     "alpha_f": 0.1,
     # T = ceil(max_tokens / batch) is beyond the hard stop, as in the published run.
     "max_tokens": 500_000,
     "hard_stop": 400,
-    "data_seed": 3887,
+    # Chosen so that one update (385) holds two instances of the domain `noise` and is skipped by
+    # a wide margin, and no other update between 64 and the end holds any.
+    "data_seed": 83258,
     "landmarks": [100, 200, 300],
     "hf_steps": [0, 100, 200, 300, 400],
     "native_steps": [380, 400],
@@ -63,7 +65,7 @@ STAGE1 = {
 STAGE2 = {
     "name": "stage2",
     "mix": "mixes/stage2.txt",
-    "peak_lr": 3e-4,
+    "peak_lr": 2.0712352850360292e-4,
     "scheduler": "LinearWithWarmup",
     "warmup": 0,
     "alpha_f": 0.0,
@@ -84,11 +86,11 @@ TORCH_THREADS = 1
 # Tokens a domain gives to each part (at least; the last document is whole).
 CORPUS_SEED = 20260101
 DOMAINS = {
-    "bible": {"heldout": 9_000, "stage2": 50_000, "stage1": 660_000, "files": 3},
-    "shakespeare": {"heldout": 9_000, "stage2": 45_000, "stage1": 580_000, "files": 3},
-    "jargon": {"heldout": 8_000, "stage2": 40_000, "stage1": 300_000, "files": 2},
+    "bible": {"heldout": 9_000, "stage2": 42_000, "stage1": 635_000, "files": 3},
+    "shakespeare": {"heldout": 9_000, "stage2": 38_000, "stage1": 560_000, "files": 3},
+    "jargon": {"heldout": 8_000, "stage2": 32_000, "stage1": 300_000, "files": 2},
     "code": {"heldout": 8_000, "stage2": 0, "stage1": 300_000, "files": 2},
-    "docs": {"heldout": 8_000, "stage2": 30_000, "stage1": 260_000, "files": 2},
+    "docs": {"heldout": 8_000, "stage2": 24_000, "stage1": 260_000, "files": 2},
     "noise": {"heldout": 0, "stage2": 0, "stage1": 3_000, "files": 1},
 }
 MIN_STAGE1_TOKENS = 2_050_000

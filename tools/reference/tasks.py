@@ -71,9 +71,7 @@ def build(out: Path) -> None:
     for domain, texts in by_domain.items():
         rng = random.Random(f"{settings.CORPUS_SEED}-tasks-{domain}")
         questions += _questions(domain, texts, rng)
-        bits += [
-            {"domain": domain, "text": text[:1500]} for text in texts[:DOCUMENTS_PER_DOMAIN]
-        ]
+        bits += [{"domain": domain, "text": text[:1500]} for text in texts[:DOCUMENTS_PER_DOMAIN]]
     _write_lines(folder / "continuation.jsonl", questions)
     _write_lines(folder / "bits.jsonl", bits)
     (folder / "laptop_continuation.yaml").write_text(CONTINUATION)

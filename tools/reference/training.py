@@ -59,7 +59,8 @@ class Recorder(Callback):
         self._row(self.step)["optim/total grad norm (fp64)"] = float(total**0.5)
 
     def log_metrics(self, step, metrics):
-        if step > 0:  # step 0 only reports how long its checkpoint took; other steps may do so later
+        # Called once more where a checkpoint was saved, with its duration; at step 0 only so.
+        if step > 0:
             self._row(step).update({k: v for k, v in metrics.items() if k in COLUMNS})
             if step % 50 == 0 and "train/CE loss" in metrics:
                 print(f"   update {step}: CE {metrics['train/CE loss']:.4f}", flush=True)
