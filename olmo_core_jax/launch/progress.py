@@ -11,14 +11,14 @@ LAUNCHES = "launches"
 
 
 def newest_step(job: Job) -> int | None:
-    """The newest checkpoint's step; None where the stage has none (or keeps none)."""
-    names = [
-        e.name
-        for e in storage.list_dir(storage.join(job.run_root, job.folder, "checkpoints"))
-        if e.is_dir
-    ]
-    steps = [int(name) for name in names if name.isdigit()]
-    return max(steps, default=None)
+    """The newest whole checkpoint's step; None where the stage has none (or keeps none).
+
+    In a bucket a step has its name while it is being written; the list of its files comes last.
+    """
+    root = storage.join(job.run_root, job.folder, "checkpoints")
+    steps = sorted((int(e.name) for e in storage.list_dir(root) if e.name.isdigit()), reverse=True)
+    whole = (s for s in steps if storage.exists(storage.join(root, str(s), "meta", "files")))
+    return next(whole, None)
 
 
 def is_finished(job: Job) -> bool:

@@ -74,7 +74,7 @@ def losses(root: str) -> list[float]:
 
 def batches(root: str) -> list[str]:
     lines = last_lines(root, "instances.jsonl")
-    return [lines[s]["tokens_digest"] for s in sorted(lines)]
+    return [lines[s]["digest"] for s in sorted(lines)]
 
 
 @pytest.fixture(scope="module")

@@ -80,6 +80,8 @@ def save(folder, step, state):
     partial = folder / "checkpoints" / f".{step}.{os.getpid()}"
     partial.mkdir(parents=True)
     (partial / "state").write_text(state)
+    (partial / "meta").mkdir()
+    (partial / "meta" / "files").write_text("{}")
     partial.rename(target)
 
 
