@@ -7,15 +7,13 @@ from typing import Annotated
 
 import typer
 
+from olmo_core_jax.cli import checkpoints, data
 from olmo_core_jax.errors import JobError
 from olmo_core_jax.launch import commands
 
 app = typer.Typer(
     no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help=__doc__
 )
-data = typer.Typer(no_args_is_help=True, help="What a run reads: where, whether, and how often.")
-app.add_typer(data, name="data")
-
 RecipeName = Annotated[str, typer.Option(help="name of a shipped recipe, or a YAML file")]
 StageName = Annotated[str, typer.Option(help="stage1 or stage2")]
 
@@ -45,6 +43,9 @@ for _verb, _text in JOBS.items():
     _add_job(_verb, _text)
 
 commands.register(app)
+app.add_typer(data.app, name="data")
+app.add_typer(checkpoints.app, name="checkpoint")
+app.command()(checkpoints.parity)
 
 
 @app.command()
