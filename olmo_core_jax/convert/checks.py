@@ -9,12 +9,14 @@ import numpy as np
 
 from olmo_core_jax import storage
 from olmo_core_jax.convert import parity, sides
+from olmo_core_jax.convert.contents import open_checkpoint
 from olmo_core_jax.convert.orbax_read import OrbaxStep, lazy_section, total_bytes
 from olmo_core_jax.errors import UserError
 from olmo_core_jax.recipes.schema import Model
 
 log = logging.getLogger("olmo")
 
+LONGEST = 1024  # tokens of a sequence that is drawn for a comparison
 SMALL_BYTES = 2 * 2**30  # a second framework's copy of the model may take this much memory
 
 
@@ -79,3 +81,51 @@ def check_transformers(
             f"our model departs from transformers' on {folder}: {'; '.join(verdict.failures)}"
         )
     return verdict
+
+
+def compare_checkpoints(
+    a: str,
+    b: str,
+    *,
+    dtype: str = "float32",
+    tokens: str | None = None,
+    batch: int = 2,
+    length: int | None = None,
+    seed: int = 0,
+) -> parity.Verdict:
+    """Runs two checkpoints of any kind on the same tokens and compares them part by part.
+
+    tokens: an npz with `tokens` [B, S] or an npy; None draws random ids [batch, length]. length:
+    None reaches past the sliding window, up to LONGEST.
+    """
+    if dtype not in parity.FLOORS:
+        raise UserError(f"dtype {dtype!r}: parity is judged in {' or '.join(parity.FLOORS)}")
+    models = [m for m in (open_checkpoint(path).model for path in (a, b)) if m is not None]
+    if not models:
+        raise UserError(f"neither {a} nor {b} says which model it is")
+    window = max(*models[0].pattern, 1)
+    if tokens is not None:
+        tokens_BS = _load_tokens(tokens)
+    else:
+        vocabulary = min(m.vocab_size for m in models)
+        length = length or min(window + 32, LONGEST)
+        tokens_BS = np.random.default_rng(seed).integers(0, vocabulary, (batch, length))
+    if tokens_BS.shape[1] <= window:
+        log.warning(
+            "sequences of %d tokens stay within the window of %d: its width is not tested",
+            tokens_BS.shape[1],
+            window,
+        )
+    traces = [sides.trace_side(path, tokens_BS, dtype) for path in (a, b)]
+    return parity.judge(a, b, dtype, *traces)
+
+
+def _load_tokens(path: str) -> np.ndarray:
+    try:
+        stored = np.load(path)
+        tokens_BS = stored["tokens"] if hasattr(stored, "files") else stored
+    except (OSError, KeyError, ValueError) as e:
+        raise UserError(f"{path} is no npz with `tokens` and no npy ({e})") from None
+    if tokens_BS.ndim != 2:
+        raise UserError(f"{path}: tokens [B, S] are expected, not {list(tokens_BS.shape)}")
+    return tokens_BS

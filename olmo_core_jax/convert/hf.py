@@ -152,6 +152,7 @@ def export_hf(
             f"the model has {cfg.vocab_size} to {cfg.padded_vocab_size}"
         )
     table = leaves(cfg)
+    require_shapes(step, table, section)
     kinds = {step.array((section, *leaf.path)).dtype.numpy_dtype.name for leaf in table}
     if dtype is None and len(kinds) > 1:
         raise UserError(f"{step.where} mixes dtypes {sorted(kinds)}; name one for the export")
@@ -181,6 +182,17 @@ def export_hf(
     storage.write_json(str(target / "config.json"), config)
     export.files.append("config.json")
     return export
+
+
+def require_shapes(step: OrbaxStep, table: list[Leaf], section: str) -> None:
+    """Raises UserError naming the first array of a step that is not the recipe's model's."""
+    for leaf in table:
+        found = tuple(step.array((section, *leaf.path)).shape)
+        if found != leaf.shape:
+            raise UserError(
+                f"{step.where}: {section}.{leaf.name} is {list(found)}, the recipe's model has "
+                f"{list(leaf.shape)}; name the recipe that this checkpoint was trained with"
+            )
 
 
 def _export_specs(table: list[Leaf], dtype: np.dtype, rows: int) -> dict[str, Spec]:

@@ -32,6 +32,7 @@ def write_native(step: OrbaxStep, recipe: Recipe, stage: str, folder: str) -> st
     target = Path(storage.local_path(folder))
     if target.exists():
         raise UserError(f"{folder} exists already; choose another folder for the native checkpoint")
+    require_shapes(step, leaves(recipe.model), "params")
     partial = target.with_name(f".{target.name}.partial")
     if partial.exists():
         shutil.rmtree(partial)  # what an earlier attempt of this very export left

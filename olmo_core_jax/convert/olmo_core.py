@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from olmo_core_jax import storage
-from olmo_core_jax.convert import pickles, ranges, torch_zip
+from olmo_core_jax.convert import native_config, pickles, ranges, torch_zip
 from olmo_core_jax.convert.names import Leaf, leaves
 from olmo_core_jax.convert.tensors import Spec, check_nothing_left, lazy_tree
 from olmo_core_jax.errors import UserError
@@ -173,7 +173,7 @@ def open_native(path: str, cfg: Model, *, optimizer: bool = True) -> NativeCheck
         raise UserError(f"{path} is not a whole OLMo-core checkpoint: it has no .metadata.json")
     config = storage.join(path, "config.json")
     if ranges.size(config) is not None:
-        check_config(ranges.read_json(config), cfg, config)
+        native_config.check_config(ranges.read_json(config), cfg, config)
     tensors = DistributedCheckpoint(storage.join(path, "model_and_optim"))
     table = leaves(cfg)
     used = {name for leaf in table for name in parameter_names(leaf)}
@@ -215,30 +215,3 @@ def trainer_state(path: str) -> dict:
         log.warning("the trainer's counters are unknown: %s", e)
         return {}
     return dict(state) if isinstance(state, Mapping) else {}
-
-
-def check_config(config: Mapping, cfg: Model, where: str) -> None:
-    """Raises UserError that names the first field in which config.json differs from the recipe's
-    model.
-    """
-    model = config.get("model") or {}
-    block = model.get("block") or {}
-    attention = block.get("sequence_mixer") or block.get("attention") or {}
-    rope, window = attention.get("rope") or {}, attention.get("sliding_window") or {}
-    heads = attention.get("n_heads")
-    said = {
-        "n_layers": model.get("n_layers"),
-        "d_model": model.get("d_model"),
-        "padded_vocab_size": model.get("vocab_size"),
-        "n_heads": heads,
-        "n_kv_heads": attention.get("n_kv_heads") or heads,
-        "mlp_hidden": (block.get("feed_forward") or {}).get("hidden_size"),
-        "rope_theta": rope.get("theta"),
-        "norm_eps": (block.get("layer_norm") or {}).get("eps"),
-        "pattern": window.get("pattern"),
-    }
-    for name, there in said.items():
-        if there is not None and there != getattr(cfg, name):
-            raise UserError(
-                f"{where} says {name} = {there}, the recipe's model {getattr(cfg, name)}"
-            )

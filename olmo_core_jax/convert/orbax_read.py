@@ -103,7 +103,7 @@ class OrbaxStep:
     def lazy(self, path: tuple[str, ...]) -> LazyArray:
         """An array of the step that is read when it is asked for, cut as it is on disk."""
         array = self.array(path)
-        chunk = tuple(array.chunk_layout.read_chunk.shape)
+        chunk = tuple(array.chunk_layout.read_chunk.shape or ())
         read = lambda where: self._values(array[where] if where else array, path)  # noqa: E731
         return LazyArray(tuple(array.shape), array.dtype.numpy_dtype, chunk, read)
 

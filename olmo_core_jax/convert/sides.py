@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from olmo_core_jax import storage
+from olmo_core_jax.convert.contents import kind_of
 from olmo_core_jax.convert.names import flatten, put
 from olmo_core_jax.convert.orbax_read import OrbaxStep, lazy_section
 from olmo_core_jax.errors import UserError
@@ -19,24 +20,9 @@ from olmo_core_jax.recipes.schema import Model
 Trace = dict[str, np.ndarray]
 
 
-def side_kind(path: str) -> str:
-    """What a folder is: `ours`, `hf` or `olmo_core`. Raises UserError where it is none of them."""
-    marks = {
-        "state/_METADATA": "ours",
-        "config.json": "hf",
-        "model_and_optim/.metadata": "olmo_core",
-    }
-    for mark, kind in ((k, v) for k, v in marks.items() if v != "hf"):
-        if storage.exists(storage.join(path, mark)):
-            return kind
-    if storage.exists(storage.join(path, "config.json")):
-        return "hf"
-    raise UserError(f"{path} is no checkpoint: none of {', '.join(marks)} is in it")
-
-
 def trace_side(path: str, tokens_BS: np.ndarray, dtype: str, kind: str | None = None) -> Trace:
     """The trace of whatever checkpoint lies at a path."""
-    kind = kind or side_kind(path)
+    kind = kind or kind_of(path)
     traces = {"ours": trace_ours, "hf": trace_hf, "olmo_core": trace_olmo_core}
     return traces[kind](path, tokens_BS, dtype)
 
