@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from olmo_core_jax import storage
+from olmo_core_jax.convert.hf import require_shapes
 from olmo_core_jax.convert.names import leaves
 from olmo_core_jax.convert.olmo_core import MOMENTS
 from olmo_core_jax.convert.orbax_read import OrbaxStep

@@ -171,3 +171,13 @@ def test_an_export_never_touches_what_is_there(tmp_path):
     with pytest.raises(UserError, match="not empty"):
         export(step, cfg, tmp_path / "hf")
     assert raw_bytes(tmp_path / "hf") == before
+
+
+def test_another_recipes_checkpoint_is_not_cut_to_size(tmp_path):
+    """Slices of a larger array would read well and be wrong."""
+    cfg = tiny()
+    step = to_ours(cfg, write_hf(cfg, tmp_path / "hf"), tmp_path / "ours")
+    smaller = cfg.model_copy(update={"mlp_hidden": cfg.mlp_hidden // 2})
+    with pytest.raises(UserError, match=r"layer_0\.mlp\.gate is .* the recipe's model has"):
+        export(step, smaller, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
