@@ -188,14 +188,17 @@ def test_a_deactivated_workload_is_activated_where_asked(tmp_path):
 
 
 def test_restarts_of_the_jobset_are_followed(tmp_path):
-    with Lab(tmp_path, flags=["--steps=80", "--pause=0.02"], max_restarts=1) as lab:
+    with Lab(tmp_path, flags=["--steps=150", "--pause=0.02"], max_restarts=1) as lab:
         controller = lab.start()
         for _ in range(3):  # more disruptions than max_restarts
             pods = lab.running()
             before = len(lab.leaders())
+            leader = pods[0]["metadata"]["name"]
+            lab.until(lambda leader=leader: leader in {r.name for r in lab.api.seen("log")})
+            lab.until(lambda: b"begins" in lab.leaders()[-1].log)
             lab.cluster.disrupt(pods[-1])
             lab.until(lambda before=before: len(lab.leaders()) == before + 1)
-        assert controller.finish().outputs["state"] == chain(80)
+        assert controller.finish().outputs["state"] == chain(150)
         assert lab.cluster.jobset()["status"]["restarts"] == 3
         assert lab.cluster.jobset()["status"]["restartsCountTowardsMax"] == 0
         logs = Path(lab.root, "stage1_train", "pod_logs").iterdir()
