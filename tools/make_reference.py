@@ -14,6 +14,7 @@ import argparse
 import json
 import logging
 import shutil
+import tempfile
 import time
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
@@ -22,6 +23,8 @@ from pathlib import Path
 from reference import settings
 
 ROOT = Path(__file__).resolve().parent.parent
+# Neutral on purpose: OLMo-core writes the folder of a checkpoint into its metadata.
+WORK = Path(tempfile.gettempdir()) / "olmo-core-jax-reference"
 STEPS = ["data", "train", "export", "evaluate", "manifest"]
 
 
@@ -111,7 +114,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--out", type=Path, default=ROOT / "olmo_core_jax/recipes/laptop")
-    parser.add_argument("--work", type=Path, default=ROOT / "build/reference")
+    parser.add_argument("--work", type=Path, default=WORK)
     parser.add_argument("--from", dest="first", choices=STEPS, default=STEPS[0])
     parser.add_argument("--to", dest="last", choices=STEPS, default=STEPS[-1])
     arguments = parser.parse_args()
