@@ -4,7 +4,7 @@ They are for fp32 on CPU at a calm learning rate, where the reference agrees wit
 1e-6 in CE.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -83,7 +83,7 @@ def _evaluation(prefix: str, title: str) -> list[Check]:
     ]
 
 
-def worst_of(landmarks: list[Mapping[str, float]]) -> dict[str, float]:
+def worst_of(landmarks: Sequence[Mapping[str, float]]) -> dict[str, float]:
     """The landmarks' figures that are checked, the worst of each."""
     figures = {}
     for check in _evaluation("", ""):

@@ -192,7 +192,7 @@ class OlmoLM(TemplateLM):
     # ---------------------
 
     def _generation(self, context: str, gen_kwargs: dict) -> "_Generation":
-        kwargs = normalize_gen_kwargs(gen_kwargs, self.max_gen_toks)
+        kwargs = dict(normalize_gen_kwargs(gen_kwargs, self.max_gen_toks))
         if kwargs.get("do_sample"):
             raise UserError("a task asks for sampled text; only greedy decoding is offered")
         room = self.max_length - kwargs["max_gen_toks"]

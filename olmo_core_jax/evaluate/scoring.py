@@ -41,13 +41,14 @@ class Scorer:
     """
 
     def __init__(self, cfg: Model, opts: ModelOptions, result: NamedSharding | None = None):
-        self._score = jax.jit(partial(_score, cfg, opts), out_shardings=result)
-        self._compare = jax.jit(partial(_compare, cfg, opts), out_shardings=result)
+        self.compilations = 0
 
-    @property
-    def compilations(self) -> int:
-        """Programs compiled so far for token scores."""
-        return self._score._cache_size()
+        def score(params, tokens_BS, targets_BS):
+            self.compilations += 1  # runs when it is traced: once for every new shape
+            return _score(cfg, opts, params, tokens_BS, targets_BS)
+
+        self._score = jax.jit(score, out_shardings=result)
+        self._compare = jax.jit(partial(_compare, cfg, opts), out_shardings=result)
 
     def score(self, params: dict, tokens_BS: np.ndarray, targets_BS: np.ndarray) -> TokenScores:
         """Scores of targets_BS[b, s] given tokens_BS[b, :s+1], both int32."""

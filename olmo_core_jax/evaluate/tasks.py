@@ -42,13 +42,13 @@ def run_tasks(lm: "OlmoLM", evaluation: Evaluation, seed: int = 1234) -> TaskRes
     """
     prepare(evaluation)
     with _task_folder(evaluation.tasks_path) as folder:
-        import lm_eval
+        from lm_eval.evaluator import simple_evaluate
         from lm_eval.tasks import TaskManager
 
         manager = TaskManager(include_path=folder, include_defaults=folder is None)
         _require_known(manager, evaluation)
         try:
-            found = lm_eval.simple_evaluate(
+            found = simple_evaluate(
                 model=lm,
                 tasks=list(evaluation.tasks),
                 task_manager=manager,

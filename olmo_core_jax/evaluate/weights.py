@@ -6,7 +6,6 @@ import numpy as np
 from jax.sharding import Mesh
 
 from olmo_core_jax.convert import hf
-from olmo_core_jax.errors import UserError
 from olmo_core_jax.model.olmo3 import abstract_params, logical_axes
 from olmo_core_jax.recipes.schema import Model, Recipe
 from olmo_core_jax.train.checkpoint import CheckpointStore
@@ -49,9 +48,6 @@ def weight_figures(ours: dict, reference: dict, cfg: Model) -> dict[str, float]:
 
     Padding rows of the vocabulary are left out: a published checkpoint may come without them.
     """
-    if jax.tree.structure(ours) != jax.tree.structure(reference):
-        raise UserError("the two checkpoints do not hold the same parameters")
-
     def sizes(axes, a, b):
         real = slice(cfg.vocab_size if axes[0] == "vocab" else None)
         return _sizes(a[real], b[real])
