@@ -8,7 +8,7 @@ import logging
 import numpy as np
 
 from olmo_core_jax import storage
-from olmo_core_jax.convert import parity, sides
+from olmo_core_jax.convert import parity, ranges, sides
 from olmo_core_jax.convert.contents import open_checkpoint
 from olmo_core_jax.convert.orbax_read import OrbaxStep, lazy_section, total_bytes
 from olmo_core_jax.errors import UserError
@@ -67,9 +67,8 @@ def check_transformers(
     """Our model against transformers' on the source, part by part; None where it is not installed
     or too large.
     """
-    if storage.is_remote(folder) or not all(
-        importlib.util.find_spec(m) for m in ("torch", "transformers")
-    ):
+    elsewhere = storage.is_remote(folder) or ranges.is_web(folder)
+    if elsewhere or not all(importlib.util.find_spec(m) for m in ("torch", "transformers")):
         return None
     if total_bytes(lazy_section(OrbaxStep(checkpoint), "params")) > SMALL_BYTES:
         return None

@@ -62,7 +62,7 @@ def _ours(path: str) -> Contents:
 
 def _hf(path: str) -> Contents:
     uri = storage.join(path, "config.json")
-    cfg = hf_config.model_from_config(storage.read_json(uri), uri)
+    cfg = hf_config.model_from_config(ranges.read_json(uri), uri)
     found = hf.open_hf(path, cfg)
     kinds = found.dtypes
     if len(kinds) > 1:

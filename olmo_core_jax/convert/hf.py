@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from olmo_core_jax import storage
-from olmo_core_jax.convert import hf_config
+from olmo_core_jax.convert import hf_config, ranges
 from olmo_core_jax.convert.names import Leaf, leaves
 from olmo_core_jax.convert.orbax_read import OrbaxStep
 from olmo_core_jax.convert.safetensors_io import (
@@ -65,9 +65,9 @@ def open_hf(folder: str, cfg: Model) -> HFCheckpoint:
     missing, extra or misshapen.
     """
     uri = storage.join(folder, "config.json")
-    if not storage.exists(uri):
+    if ranges.size(uri) is None:
         raise UserError(f"{folder} has no config.json: it is not a Hugging Face checkpoint")
-    config = storage.read_json(uri)
+    config = ranges.read_json(uri)
     hf_config.check_config(config, cfg, uri)
     tensors = SafetensorsFolder(folder)
     check_nothing_left(tensors, {name for leaf in leaves(cfg) for name in leaf.hf})
@@ -88,8 +88,8 @@ def _check_vocabulary(found: HFCheckpoint) -> None:
                 f"config.json says vocab_size {found.config['vocab_size']}"
             )
     tokenizer = storage.join(found.folder, "tokenizer.json")
-    if storage.exists(tokenizer):
-        largest = largest_token_id(storage.read_json(tokenizer))
+    if ranges.size(tokenizer) is not None:
+        largest = largest_token_id(ranges.read_json(tokenizer))
         if largest >= found.rows:
             raise UserError(
                 f"{found.folder}: the tokenizer has token id {largest}, "

@@ -79,11 +79,24 @@ class DistributedCheckpoint:
                 self._pieces[index.fqn].append(piece)
         for name, spec in self._specs.items():
             self._require_covered(name, spec)
+        self._require_files()
 
     def _require_covered(self, name: str, spec: Spec) -> None:
         there = sum(int(np.prod(p.sizes, dtype=np.int64)) for p in self._pieces[name])
         if there != int(np.prod(spec.shape, dtype=np.int64)):
             raise UserError(f"{self.where}: tensor {name} {spec}: its pieces hold {there} values")
+
+    def _require_files(self) -> None:
+        ends: dict[str, int] = {}
+        for piece in (p for pieces in self._pieces.values() for p in pieces):
+            ends[piece.file] = max(ends.get(piece.file, 0), piece.start + piece.length)
+        for file, end in sorted(ends.items()):
+            uri = storage.join(self.where, file)
+            there = ranges.size(uri)
+            if there is None:
+                raise UserError(f"{uri} is missing: {end} bytes of it are listed")
+            if there < end:
+                raise UserError(f"{uri} is truncated: it has {there} of at least {end} bytes")
 
     def specs(self) -> dict[str, Spec]:
         return self._specs

@@ -3,23 +3,15 @@
 import functools
 import hashlib
 import json
-from collections.abc import Callable
 from typing import Any
 
 from olmo_core_jax import storage
-from olmo_core_jax.data.readers import HttpReader, LocalReader
+from olmo_core_jax.data.readers import HttpReader
 from olmo_core_jax.errors import UserError
-
-Read = Callable[[str, int, int], bytes]
 
 
 def is_web(uri: str) -> bool:
     return uri.startswith(("https://", "http://"))
-
-
-@functools.cache
-def _local() -> LocalReader:
-    return LocalReader()
 
 
 @functools.cache
@@ -35,15 +27,21 @@ def read_range(uri: str, offset: int, length: int) -> bytes:
         return b""
     if is_web(uri):
         return _web().read(uri, offset, length)
-    if not storage.is_remote(uri):
-        return _local().read(uri, offset, length)
     try:
-        data = storage.read_bytes(uri, offset, length)
-    except FileNotFoundError:
-        raise UserError(f"{uri} does not exist") from None
+        data = _read(uri, offset, length)
+    except OSError as e:
+        raise UserError(f"{uri} cannot be read: {e.strerror or e}") from None
     if len(data) != length:
         raise UserError(f"{uri} is truncated: {len(data)} of {length} bytes at byte {offset}")
     return data
+
+
+def _read(uri: str, offset: int, length: int) -> bytes:
+    if storage.is_remote(uri):
+        return storage.read_bytes(uri, offset, length)
+    with open(uri, "rb", buffering=0) as f:
+        f.seek(offset)
+        return f.read(length) or b""
 
 
 def size(uri: str) -> int | None:

@@ -1,4 +1,4 @@
-"""The safetensors file format, read and written in pieces, from a folder or a bucket.
+"""The safetensors file format, read and written in pieces.
 
 A file is: 8 bytes little-endian header length, a JSON header {name: {dtype, shape,
 data_offsets}}, the data. The safetensors package reads whole tensors of local files only, and
@@ -14,6 +14,7 @@ import ml_dtypes
 import numpy as np
 
 from olmo_core_jax import storage
+from olmo_core_jax.convert import ranges
 from olmo_core_jax.convert.tensors import Spec
 from olmo_core_jax.errors import UserError
 
@@ -38,11 +39,9 @@ class SafetensorsFile:
 
     def __init__(self, uri: str):
         self.where = uri
-        self._fd: int | None = None
-        try:
-            size = storage.size(uri)
-        except OSError:
-            raise UserError(f"weight file {uri} does not exist") from None
+        size = ranges.size(uri)
+        if size is None:
+            raise UserError(f"weight file {uri} does not exist")
         header, self._start = _read_header(uri, size)
         self.metadata = header.pop("__metadata__", {})
         self._places = {name: _place(uri, name, entry) for name, entry in header.items()}
@@ -56,19 +55,10 @@ class SafetensorsFile:
         spec, begin = self._places[name]
         row_shape = spec.shape[1:]
         row = int(np.prod(row_shape, dtype=np.int64)) * spec.dtype.itemsize
-        data = self._bytes(self._start + begin + start * row, (stop - start) * row)
+        data = ranges.read_range(
+            self.where, self._start + begin + start * row, (stop - start) * row
+        )
         return np.frombuffer(data, spec.dtype).reshape(stop - start, *row_shape)
-
-    def _bytes(self, offset: int, length: int) -> bytes:
-        if storage.is_remote(self.where):
-            data = storage.read_bytes(self.where, offset, length)
-        else:
-            if self._fd is None:
-                self._fd = os.open(self.where, os.O_RDONLY)
-            data = _pread(self._fd, offset, length)
-        if len(data) != length:
-            raise UserError(f"weight file {self.where} ended while it was read: was it replaced?")
-        return data
 
     def _check_size(self, size: int) -> None:
         # As the format demands: tensors fill the data part, end to end, in some order.
@@ -85,37 +75,17 @@ class SafetensorsFile:
                 f"{self._start + end}: it is truncated or not whole; download it again"
             )
 
-    def close(self) -> None:
-        if self._fd is not None:
-            os.close(self._fd)
-            self._fd = None
-
-    def __del__(self):
-        self.close()
-
-
-def _pread(fd: int, offset: int, length: int) -> bytes:
-    """Like os.pread, which stops at 2 GiB."""
-    parts, done = [], 0
-    while done < length:
-        part = os.pread(fd, min(length - done, 2**30), offset + done)
-        if not part:
-            break
-        parts.append(part)
-        done += len(part)
-    return parts[0] if len(parts) == 1 else b"".join(parts)
-
 
 def _read_header(uri: str, size: int) -> tuple[dict, int]:
     """The parsed header and where the data starts."""
-    length = int.from_bytes(storage.read_bytes(uri, 0, 8), "little") if size >= 8 else -1
+    length = int.from_bytes(ranges.read_range(uri, 0, 8), "little") if size >= 8 else -1
     if not 2 <= length <= min(MAX_HEADER, size - 8):
         raise UserError(
             f"weight file {uri} is not a safetensors file: "
             f"its header would have {length} of {size} bytes"
         )
     try:
-        header = json.loads(storage.read_bytes(uri, 8, length))
+        header = json.loads(ranges.read_range(uri, 8, length))
         assert isinstance(header, dict)
     except (ValueError, AssertionError):
         raise UserError(
@@ -150,8 +120,8 @@ class SafetensorsFolder:
     def __init__(self, folder: str):
         self.where = folder
         index = storage.join(folder, "model.safetensors.index.json")
-        if storage.exists(index):
-            listed = storage.read_json(index).get("weight_map", {})
+        if ranges.size(index) is not None:
+            listed = ranges.read_json(index).get("weight_map", {})
             shards = sorted(set(listed.values()))
         else:
             listed, shards = None, ["model.safetensors"]
@@ -163,7 +133,7 @@ class SafetensorsFolder:
     @staticmethod
     def _shard(folder: str, shard: str, listed: Mapping | None) -> str:
         uri = storage.join(folder, shard)
-        if not storage.exists(uri):
+        if ranges.size(uri) is None:
             why = "that its index lists" if listed else "(nor an index of shards)"
             raise UserError(f"{folder}: there is no {shard} {why}; download it again")
         return uri

@@ -2,6 +2,7 @@
 what.
 """
 
+import csv
 import io
 import json
 import os
@@ -28,6 +29,14 @@ LAPTOP = load_recipe("laptop")
 def stage1_native(step: int) -> str:
     assert LAPTOP.stage1.reference is not None
     return LAPTOP.stage1.reference.native[step]
+
+
+def adam_step(step: int) -> int:
+    """What the reference's own curve says: updates less the skipped ones, and the one of step 0."""
+    with open(LAPTOP.stage1.reference.curve, newline="") as file:
+        rows = [row for row in csv.DictReader(file) if int(row["step"]) <= step]
+    assert len(rows) == step
+    return step - sum(int(row["optim/step skipped"]) for row in rows) + 1
 
 
 def state_of(native: olmo_core.NativeCheckpoint) -> dict:
@@ -120,7 +129,7 @@ def test_native_ours_native(tmp_path):
     written = native_write.write_native(step, LAPTOP, "stage1", str(tmp_path / "step400"))
     again = olmo_core.open_native(written, LAPTOP.model)
     assert every_tensor(again) == every_tensor(source)
-    assert again.adam_step == source.adam_step == 399
+    assert again.adam_step == source.adam_step == adam_step(400)
 
     # And OLMo-core itself loads it: the same bits as from the original.
     loaded = []
@@ -206,7 +215,7 @@ def test_unknown_trainer_state_costs_only_the_counters(tmp_path, caplog):
     with zipfile.ZipFile(folder / "train" / "rank0.pt", "w") as archive:
         archive.writestr("rank0/data.pkl", b"cos\nsystem\n(S'true'\ntR.")
     native = olmo_core.open_native(str(folder), LAPTOP.model)
-    assert native.trainer == {} and native.step == 400 and native.adam_step == 399
+    assert native.trainer == {} and native.step == 400 and native.adam_step == adam_step(400)
     assert "os.system" in caplog.text
 
 
@@ -220,13 +229,13 @@ def test_truncated_piece(tmp_path):
     folder = copied(tmp_path)
     file = folder / "model_and_optim" / "__0_3.distcp"
     os.truncate(file, file.stat().st_size - 100)
-    refused(folder, r"__0_3.distcp is truncated: \d+ of \d+ bytes")
+    refused(folder, r"__0_3.distcp is truncated: it has \d+ of at least \d+ bytes")
 
 
 def test_missing_piece(tmp_path):
     folder = copied(tmp_path)
     (folder / "model_and_optim" / "__0_2.distcp").unlink()
-    refused(folder, r"__0_2.distcp cannot be read: No such file")
+    refused(folder, r"__0_2.distcp is missing: \d+ bytes of it are listed")
 
 
 def test_metadata_that_is_no_metadata(tmp_path):
@@ -251,7 +260,7 @@ def test_another_shape(tmp_path):
     other = LAPTOP.model.model_copy(update={"mlp_hidden": 64})
     native = olmo_core.open_native(str(folder), other)
     with pytest.raises(
-        UserError, match=r"feed_forward.w1.weight has shape \[128, 48\].*\[64, 48\]"
+        UserError, match=r"feed_forward.w1.weight has shape \[\d+, 48\].*\[64, 48\]"
     ):
         native.params("float32")
 
