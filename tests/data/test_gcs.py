@@ -68,7 +68,7 @@ def test_folders_are_listed_not_files_asked(mirrored, bucket):
     assert not [r for r in bucket.requests if r.kind == "metadata"]
 
 
-@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.slow)])
 def test_the_same_stream_as_from_a_folder(mirrored, tmp_path, bucket, workers):
     mix, _ = mirrored
     recipe = make_recipe(mix, updates=100)

@@ -48,7 +48,10 @@ def test_ids_are_the_orders_and_tokens_the_files(data):
     assert step == 30
 
 
-@pytest.mark.parametrize("workers", [1, 2, 4])
+SLOW = pytest.mark.slow
+
+
+@pytest.mark.parametrize("workers", [pytest.param(1, marks=SLOW), 2, pytest.param(4, marks=SLOW)])
 def test_workers_do_not_change_the_stream(data, workers):
     assert stream(*data, workers=workers) == stream(*data)
 
@@ -63,6 +66,7 @@ def test_resume_at_any_step(data):
         assert stream(*data, first_step=start) == whole[start - 1 :]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("workers", "start"), [(2, 2), (1, 27), (3, 40)])
 def test_resume_with_other_workers(data, workers, start):
     assert stream(*data, workers=workers, first_step=start) == stream(*data)[start - 1 :]
