@@ -100,7 +100,7 @@ document.querySelectorAll(".figure").forEach(figure => {
     box.textContent = ["update " + row[0]].concat(names.map((name, i) => {
       const [ours, theirs] = row[i + 1];
       if (ours === null) return name + " –";
-      const gap = theirs === null ? "" : "   Δ " + (ours - theirs).toExponential(1);
+      const gap = theirs === null ? "" : "   Δ " + (ours === theirs ? "0" : (ours - theirs).toExponential(1));
       return name + " " + Number(ours).toPrecision(7) + gap; })).join("\\n");
     show(true);
     const px = event.clientX - outer.left, wide = box.offsetWidth;

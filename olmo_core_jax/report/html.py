@@ -29,8 +29,8 @@ def page(run: Run) -> str:
     """The page as text."""
     name = html.escape(run.recipe.name)
     sections = [_header(run), _verdict(run), _tiles(run)]
-    sections += [_stage(c) for c in run.stages.values() if c.metrics.rows]
-    sections += [_landmarks(run), _final(run), _checks(run), _provenance(run)]
+    sections += [_start(run), _stage(run, "stage1"), _landmarks(run), _between(run)]
+    sections += [_stage(run, "stage2"), _final(run), _checks(run), _provenance(run)]
     return (
         '<!doctype html><html lang="en"><head><meta charset="utf-8">'
         f"<title>{name}: reproduction</title>"
@@ -101,7 +101,38 @@ def _tile(pair: tuple[str, str]) -> str:
     return f'<div class="tile"><b>{pair[0]}</b><span>{html.escape(pair[1])}</span></div>'
 
 
-def _stage(c: StageComparison) -> str:
+def _start(run: Run) -> str:
+    if "convert_weights" not in run.results:
+        return ""
+    figures = run.results["convert_weights"].figures
+    proof = {k: v for k, v in figures.items() if k.startswith("parity")}
+    if not proof:
+        return ""
+    return (
+        '<section><h2>The first weights</h2><p class="lead">The reference\'s step-0 weights, '
+        "converted; the logits that both programs compute from them.</p>"
+        f"{tables.notes_table(proof, {}).html()}</section>"
+    )
+
+
+def _between(run: Run) -> str:
+    if "warm_adam" not in run.results or not run.results["warm_adam"].notes:
+        return ""
+    return (
+        '<section><h2>Between the stages</h2><p class="lead">What stage 2 takes from the end of '
+        "stage 1, and what begins again.</p>"
+        f"{tables.notes_table({}, run.results['warm_adam'].notes).html()}</section>"
+    )
+
+
+def _stage(run: Run, name: str) -> str:
+    c = run.stages.get(name)
+    if c is None or not c.metrics.rows:
+        return ""
+    return f"<section><h2>{TITLES[name]}</h2>{_stage_text(c)}{stage_figure(c)}</section>"
+
+
+def _stage_text(c: StageComparison) -> str:
     f = {k.removeprefix(f"{c.name}/"): v for k, v in c.figures().items()}
     text = (
         f"{int(f['updates compared']):,} updates compared, "
@@ -121,9 +152,7 @@ def _stage(c: StageComparison) -> str:
             f"this run's gradient norm is nearer to the fp64 norm in {ours}, the reference's own "
             f"fp32 norm in {theirs}."
         )
-    return (
-        f'<section><h2>{TITLES[c.name]}</h2><p class="lead">{text}</p>{stage_figure(c)}</section>'
-    )
+    return f'<p class="lead">{text}</p>'
 
 
 def _landmarks(run: Run) -> str:

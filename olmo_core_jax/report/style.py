@@ -42,6 +42,7 @@ th { text-align:left; color:var(--soft); font-weight:550; font-size:12.5px;
 th, td { padding:7px 12px; border-bottom:1px solid var(--line); white-space:nowrap }
 td:first-child { white-space:normal; min-width:110px }
 tbody tr:last-child td { border-bottom:0 }
+td:not(.number) { white-space:normal }
 .number { text-align:right }
 .badge { display:inline-block; padding:1px 10px; border-radius:20px; font-size:12px;
   font-weight:650 }
@@ -53,6 +54,7 @@ tbody tr:last-child td { border-bottom:0 }
 footer { margin-top:56px; padding-top:14px; border-top:1px solid var(--line); color:var(--soft);
   font-size:13px; overflow-wrap:anywhere }
 svg.panel { display:block; width:100%; height:auto }
+svg.end:not(:last-of-type) { margin-bottom:14px }
 svg text { fill:var(--soft); font-size:11.5px }
 svg text.title { fill:var(--ink); font-size:13.5px; font-weight:620 }
 svg text.legend { font-size:12px }

@@ -45,8 +45,8 @@ class Axis:
         """Round values inside the range: powers of ten, or multiples of 1, 2 or 5 times one."""
         if self.log:
             first, last = round(math.log10(self.low)), round(math.log10(self.high))
-            step = max(1, math.ceil((last - first) / count))
-            return [10.0**e for e in range(first, last + 1, step)]
+            every = max(1, math.ceil((last - first) / count))
+            return [10.0**e for e in range(first, last + 1, every)]
         rough = (self.high - self.low) / count or 1.0
         power = 10.0 ** math.floor(math.log10(rough))
         step = next(power * m for m in (1, 2, 5, 10) if power * m >= rough * 0.999)
@@ -79,8 +79,9 @@ def panel(
     if limit is not None:
         body.append(_limit(limit, y))
     body.append(f'<line class="cursor" y1="{TOP}" y2="{floor}"/>')
+    kind = "panel" if x_label is None else "panel end"
     return (
-        f'<svg class="panel" viewBox="0 0 {WIDTH} {height}" role="img" '
+        f'<svg class="{kind}" viewBox="0 0 {WIDTH} {height}" role="img" '
         f'aria-label="{html.escape(title)}">{"".join(body)}</svg>'
     )
 
@@ -113,7 +114,7 @@ def _widened(low: float, high: float) -> tuple[float, float]:
 def _title(title: str, series: Sequence[Series]) -> str:
     """The title on the left, the legend on the right."""
     out = [f'<text class="title" x="{LEFT}" y="18">{html.escape(title)}</text>']
-    right = WIDTH - RIGHT
+    right: float = WIDTH - RIGHT
     for s in reversed([s for s in series if s.label]):
         right -= 7.0 * len(s.label)
         out.append(f'<text class="legend" x="{right:.0f}" y="18">{html.escape(s.label)}</text>')

@@ -181,4 +181,4 @@ def version_table(run: Run) -> Table:
 def notes_table(figures: Mapping[str, float], notes: Mapping[str, str]) -> Table:
     """A stage's own figures and notes, as they are."""
     rows = [[k, number(v)] for k, v in figures.items()] + [[k, v] for k, v in notes.items()]
-    return Table(["figure", "value"], rows)
+    return Table(["what", "value"], rows, texts=() if figures else ("value",))
