@@ -16,7 +16,6 @@ import numpy as np
 from jax.sharding import Mesh
 
 from olmo_core_jax import storage
-from olmo_core_jax.data.batch import Batch
 from olmo_core_jax.data.instance_log import Line, digest
 from olmo_core_jax.data.loader import Loader
 from olmo_core_jax.errors import Diverged, Preempted
@@ -24,6 +23,7 @@ from olmo_core_jax.jobs.signals import StopRequest
 from olmo_core_jax.optim.schedules import learning_rate
 from olmo_core_jax.recipes.schema import Stage
 from olmo_core_jax.train.checkpoint import CheckpointStore
+from olmo_core_jax.train.delivered import Delivered
 from olmo_core_jax.train.mesh import global_batch
 from olmo_core_jax.train.metrics import LineLog, Meter, MetricsWriter, Update
 from olmo_core_jax.train.resume import state_tree
@@ -38,7 +38,10 @@ PRINT_SECONDS = 5.0
 
 
 class Dispatched(NamedTuple):
-    """An update that was handed to the device; what it reports may not be there yet."""
+    """An update that was handed to the device; what it reports may not be there yet.
+
+    instances: uint32[B] of the whole batch; tokens_digest: None where other processes hold a part.
+    """
 
     step: int
     learning_rate: float
@@ -46,6 +49,8 @@ class Dispatched(NamedTuple):
     vote: jax.Array | None
     masked: float
     data_seconds: float
+    instances: jax.Array | np.ndarray
+    tokens_digest: str | None
 
 
 @dataclass
@@ -72,6 +77,11 @@ class Trainer:
     _in_flight: deque = field(default_factory=deque, init=False)
     _ended: float | None = field(default=None, init=False)
     _printed: float = field(default=0.0, init=False)
+    _delivered: Delivered = field(init=False)
+
+    def __post_init__(self):
+        rows = self.loader.rows
+        self._delivered = Delivered(self.mesh, self.stage.batch_instances, rows)
 
     def run(self) -> TrainState:
         """Trains to the stage's last update and returns the final state, saved and durable.
@@ -112,10 +122,12 @@ class Trainer:
         rate = learning_rate(self.stage, step)
         whole = global_batch(self.mesh, self.stage.batch_instances, self.loader.rows, batch)
         self.state, metrics = self.step_fn(self.state, whole, np.float32(rate))
-        self._note_instances(step, ids, batch)
         masked = 1 - float(np.mean(batch.instance_mask))
         cast = vote.cast(self.stop.requested) if vote else None
-        self._in_flight.append(Dispatched(step, rate, metrics, cast, masked, waited))
+        alone = len(ids) == self.stage.batch_instances
+        given = ids if alone else self._delivered.gather(ids)
+        tokens = digest(batch.tokens) if alone and self.instances is not None else None
+        self._in_flight.append(Dispatched(step, rate, metrics, cast, masked, waited, given, tokens))
 
     def _settle(self, leave: int) -> bool:
         """Reports updates until `leave` are in flight. True: somebody asked to stop."""
@@ -147,6 +159,10 @@ class Trainer:
         if self.metrics is not None:
             self.metrics.write(done.step, values)
             self._print(update, now)
+        if self.instances is not None:
+            given = digest(np.asarray(done.instances))
+            line = Line(done.step, self.instances.attempt, given, done.tokens_digest)
+            self.instances.write(line.__dict__)
         self._watch(update)
 
     def _print(self, update: Update, now: float) -> None:
@@ -167,16 +183,6 @@ class Trainer:
             f"last good checkpoint: {where}"
         )
 
-    def _note_instances(self, step: int, ids: np.ndarray, batch: Batch) -> None:
-        if self.instances is None:
-            return
-        alone = len(ids) == self.stage.batch_instances
-        every = ids if alone else self.loader.order.batch(step)
-        # One process of several has only its own rows' tokens.
-        tokens = digest(batch.tokens) if alone else None
-        line = Line(step, self.instances.attempt, digest(every), tokens)
-        self.instances.write(line.__dict__)
-
     def _save(self, step: int) -> None:
         """Writes checkpoint `step` in the background; all counters have to agree with its name."""
         made, adam = int(self.state.step), int(self.state.opt.count)
@@ -195,7 +201,7 @@ class Trainer:
             "data": self.loader.state(),
         }
         began = time.monotonic()
-        if self.store.save(step, state_tree(self.state), meta):
+        if self.store.save(step, state_tree(self.state), meta) and self.metrics is not None:
             log.info(
                 "checkpoint %d: run step %d, schedule %d, Adam %d, batches %d, tokens %d (%.2f s)",
                 *(step, made, step, adam, given, meta["tokens_seen"], time.monotonic() - began),

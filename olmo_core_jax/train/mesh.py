@@ -85,7 +85,7 @@ def _over_slices(sizes: tuple[int, ...], slices: int) -> tuple[list[int], list[i
 
 def named_sharding(mesh: Mesh, names: Sequence[str | None]) -> NamedSharding:
     """The sharding of an array whose axes have these logical names; None: not split."""
-    return NamedSharding(mesh, _spec([RULES[n] if n else () for n in names]))
+    return _sharding(mesh, [RULES[n] if n else () for n in names])
 
 
 def replicated(mesh: Mesh) -> NamedSharding:
@@ -97,7 +97,7 @@ def param_shardings(mesh: Mesh, model: Model) -> dict:
 
     def sharding(leaf: jax.ShapeDtypeStruct, names: tuple[str, ...]) -> NamedSharding:
         axes = [_dividing(mesh, n, size) for n, size in zip(names, leaf.shape, strict=True)]
-        return NamedSharding(mesh, _spec(axes))
+        return _sharding(mesh, axes)
 
     return jax.tree.map(sharding, abstract_params(model), logical_axes(model))
 
@@ -126,11 +126,16 @@ def state_shardings(mesh: Mesh, model: Model):
     return TrainState(params, SkipStepAdamWState(whole, params, params, whole, whole, whole), whole)
 
 
-def _spec(axes: list[tuple[str, ...]]) -> PartitionSpec:
-    parts = [a[0] if len(a) == 1 else a or None for a in axes]
-    while parts and parts[-1] is None:
+def _sharding(mesh: Mesh, axes: list[tuple[str, ...]]) -> NamedSharding:
+    """In the form that XLA gives results: mesh axes of one device, and empty ends, left out.
+
+    Otherwise the state's sharding after an update is equal but not the same: one more compile.
+    """
+    parts = [tuple(a for a in split if mesh.shape[a] > 1) for split in axes]
+    while parts and not parts[-1]:
         parts.pop()
-    return PartitionSpec(*parts)
+    spec = [p[0] if len(p) == 1 else p or None for p in parts]
+    return NamedSharding(mesh, PartitionSpec(*spec))
 
 
 @dataclass(frozen=True)

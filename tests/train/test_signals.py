@@ -42,8 +42,11 @@ def finish_and_compare(unbroken, recipe, root):
 
 @pytest.mark.parametrize(
     "moment",
-    ["begins with our own", "update 1/", "checkpoint 40:"],
-    ids=["compile", "step", "save"],
+    [
+        pytest.param("begins with our own", id="compile", marks=pytest.mark.slow),
+        pytest.param("update 1/", id="step"),
+        pytest.param("checkpoint 40:", id="save", marks=pytest.mark.slow),
+    ],
 )
 def test_sigterm_exits_with_42_in_time_and_the_rest_is_exact(unbroken, tmp_path, moment):
     recipe, root = fresh(unbroken, tmp_path)
