@@ -50,6 +50,28 @@ def plan(recipe_name: str, output: str, run_id: str) -> Plan:
     return Plan(recipe.name, kept, root, recipe.landmarks())
 
 
+def replay_windows(recipe_name: str, windows: str) -> list[str]:
+    """The windows to replay, in full (`stage1/380:20`). Raises StageError for one that cannot be."""
+    from olmo_core_jax import replay_plan
+    from olmo_core_jax.recipes import load_recipe
+
+    try:
+        recipe = load_recipe(recipe_name)
+        chosen = replay_plan.parse_windows(windows, recipe) if windows else replay_plan.all_windows(recipe)
+    except JobError as e:
+        raise StageError(str(e)) from None
+    if not chosen:
+        raise StageError(f"recipe {recipe.name} names no two native checkpoints: say --windows N:K")
+    return [str(window) for window in chosen]
+
+
+def require_all_passed(figures: dict[str, dict]) -> None:
+    """Raises StageError that names the windows whose replay is not the reference's run."""
+    failed = [window for window, found in figures.items() if not found.get("passed")]
+    if failed:
+        raise StageError(f"not the same run: {', '.join(failed)}")
+
+
 def run_stage(job, card) -> dict:
     """Runs a job on the profile that OLMO_LAUNCH names *now*; keeps its card live. Raises StageError."""
     from olmo_core_jax.launch import job as jobs

@@ -50,8 +50,10 @@ def build_index(recipe: str, run_root: str) -> Job:
     return Job("build_index", "build_index", recipe, run_root)
 
 
-def train(recipe: str, run_root: str, stage: str) -> Job:
-    return Job("train", f"{stage}_train", recipe, run_root, (f"--stage={stage}",))
+def train(recipe: str, run_root: str, stage: str, interrupt: str = "") -> Job:
+    """interrupt: updates at which attempts are ended, to prove that a resume is exact."""
+    flags = (f"--stage={stage}", *([f"--interrupt={interrupt}"] if interrupt else []))
+    return Job("train", f"{stage}_train", recipe, run_root, flags)
 
 
 def evaluate_landmark(recipe: str, run_root: str, step: int) -> Job:
@@ -66,6 +68,13 @@ def warm_adam(recipe: str, run_root: str) -> Job:
 
 def final_eval(recipe: str, run_root: str) -> Job:
     return Job("evaluate", "final_eval", recipe, run_root, ("--final",))
+
+
+def replay(recipe: str, run_root: str, window: str, checkpoints: str = "") -> Job:
+    """window: STAGE/N:K; checkpoints: where the reference's step folders are, if not where the recipe says."""
+    folder = window.replace("/", "-").replace(":", "-")
+    flags = (f"--window={window}", *([f"--checkpoints={checkpoints}"] if checkpoints else []))
+    return Job("replay", f"replay/{folder}", recipe, run_root, flags)
 
 
 def run(job: Job, profile: Profile, tick: Tick = lambda: None) -> StageResult:

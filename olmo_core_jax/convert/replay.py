@@ -1,0 +1,250 @@
+"""Some updates of a reference run, made again from its own state, and every number compared.
+
+The state (weights, moments, Adam step) is the reference's native checkpoint of update N; batches
+and learning rates are derived as in training; the skip rule's history, which no native checkpoint
+holds, is the reference's log. So a stretch of any run can be checked without the run before it, and
+without the slow drift of two frameworks.
+"""
+
+import logging
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+
+from olmo_core_jax.compare.curves import CE, GRAD_NORM, GRAD_NORM_FP64, LR, SKIPPED, Rows
+from olmo_core_jax.convert.names import flatten, put
+from olmo_core_jax.convert.olmo_core import MOMENTS, NativeCheckpoint
+from olmo_core_jax.convert.tensors import LazyArray
+from olmo_core_jax.errors import UserError
+from olmo_core_jax.optim.schedules import learning_rate
+from olmo_core_jax.optim.skip_step_adamw import SkipStepAdamWState
+from olmo_core_jax.recipes.schema import Precision, Stage
+from olmo_core_jax.replay_plan import Window
+from olmo_core_jax.train.mesh import replicated, state_shardings
+from olmo_core_jax.train.step import StepMetrics, TrainState
+
+log = logging.getLogger("olmo")
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What a replay may differ by. ce: absolute; the others relative, tensors to their largest
+    value.
+    """
+
+    ce: float
+    grad_norm: float
+    learning_rate: float
+    tensor: float
+
+
+LIMITS = {
+    "float32": Limits(ce=1e-5, grad_norm=1e-3, learning_rate=1e-12, tensor=1e-5),
+    # One rounding of bfloat16 is 2^-8: this is its noise, not a check of every convention.
+    "bfloat16": Limits(ce=5e-3, grad_norm=5e-2, learning_rate=1e-12, tensor=1e-2),
+}
+
+
+def native_state(
+    native: NativeCheckpoint, mesh: Mesh, stage: Stage, precision: Precision, curve: Rows
+) -> TrainState:
+    """A training state from a native checkpoint, born on its shardings, one piece in memory at a
+    time.
+    """
+    at = state_shardings(mesh, native.cfg)
+    whole = replicated(mesh)
+
+    def number(value, dtype) -> jax.Array:
+        return jax.device_put(jnp.asarray(value, dtype), whole)
+
+    losses, norms, seen = skip_history(curve, native.step or 0, stage)
+    trees = {"params": native.params(precision.params)} | {
+        part: native.moments(part, precision.moments) for part in MOMENTS
+    }
+    opt = SkipStepAdamWState(
+        number(native.adam_step, jnp.int32),
+        on_device(trees["mu"], at.opt.mu),
+        on_device(trees["nu"], at.opt.nu),
+        number(losses, jnp.float32),
+        number(norms, jnp.float32),
+        number(seen, jnp.int32),
+    )
+    params = on_device(trees["params"], at.params)
+    return TrainState(params, opt, number(native.step, jnp.int32))
+
+
+def on_device(tree: dict, shardings: dict) -> dict:
+    """Arrays on these shardings from LazyArrays; a process reads only what its devices hold."""
+    flat, out = dict(flatten(shardings)), {}
+    for path, lazy in flatten(tree):
+        put(out, path, _array(lazy, flat[path]))
+    return out
+
+
+def _array(lazy: LazyArray, sharding) -> jax.Array:
+    def read(index: tuple[slice, ...]) -> np.ndarray:
+        bounds = [slice(*s.indices(n)[:2]) for s, n in zip(index, lazy.shape, strict=True)]
+        leading = tuple(bounds[:2])
+        return lazy.read(leading)[(..., *bounds[len(leading) :])]
+
+    return jax.make_array_from_callback(lazy.shape, sharding, read)
+
+
+def skip_history(curve: Rows, step: int, stage: Stage) -> tuple[np.ndarray, np.ndarray, int]:
+    """The skip rule's rings after update `step`, from the reference's log of a run that began at 1.
+
+    Raises UserError where the log lacks updates that the rule looks back on.
+    """
+    window = stage.optimizer.skip.window if stage.optimizer.skip else 2
+    losses, norms = np.zeros(window, np.float32), np.zeros(window, np.float32)
+    if stage.optimizer.skip is None:
+        return losses, norms, 0
+    for update in range(max(1, step - window + 1), step + 1):
+        if update not in curve:
+            raise UserError(
+                f"the reference's curve has no update {update}, on which skipping depends"
+            )
+        losses[(update - 1) % window] = curve[update][CE]
+        norms[(update - 1) % window] = curve[update][GRAD_NORM]
+    return losses, norms, step
+
+
+@dataclass(frozen=True)
+class UpdateGap:
+    """One update, ours against the log. grad_norm_fp64: ours against the exact norm, where
+    logged.
+    """
+
+    step: int
+    ce: float
+    reference_ce: float
+    grad_norm: float
+    reference_grad_norm: float
+    rate_gap: float
+    skipped: bool
+    reference_skipped: bool
+    grad_norm_fp64: float | None
+
+    @property
+    def ce_gap(self) -> float:
+        return abs(self.ce - self.reference_ce)
+
+    @property
+    def grad_norm_gap(self) -> float:
+        return abs(self.grad_norm - self.reference_grad_norm) / self.reference_grad_norm
+
+
+def compare_update(
+    step: int, stage: Stage, metrics: StepMetrics, row: dict[str, float]
+) -> UpdateGap:
+    """Sets what an update reported beside the reference's log of it."""
+    ce, norm, skipped = (float(x) for x in (metrics.ce_loss, metrics.grad_norm, metrics.skipped))
+    rate = learning_rate(stage, step)
+    gap = abs(rate - row[LR]) / row[LR] if row[LR] else abs(rate)
+    exact = row.get(GRAD_NORM_FP64)
+    return UpdateGap(
+        step,
+        ce,
+        row[CE],
+        norm,
+        row[GRAD_NORM],
+        gap,
+        skipped > 0,
+        row.get(SKIPPED, 0.0) > 0,
+        abs(norm - exact) / exact if exact else None,
+    )
+
+
+@dataclass(frozen=True)
+class StateGap:
+    """The end of a window against the reference's checkpoint: the worst tensor of every part."""
+
+    adam_count: int
+    reference_adam_count: int
+    worst: dict[str, tuple[str, float]]
+
+
+def compare_state(
+    state: TrainState, native: NativeCheckpoint, mesh: Mesh, precision: Precision
+) -> StateGap:
+    """Compares weights and moments tensor by tensor, each relative to its largest value."""
+    at = state_shardings(mesh, native.cfg)
+    ours = {"params": state.params, "mu": state.opt.mu, "nu": state.opt.nu}
+    places = {"params": at.params, "mu": at.opt.mu, "nu": at.opt.nu}
+    worst = {}
+    for part, tree in ours.items():
+        dtype = precision.params if part == "params" else precision.moments
+        theirs = native.params(dtype) if part == "params" else native.moments(part, dtype)
+        shardings, mine = dict(flatten(places[part])), dict(flatten(tree))
+        gaps = {
+            ".".join(path): float(_relative_gap(mine[path], _array(lazy, shardings[path])))
+            for path, lazy in flatten(theirs)
+        }
+        name = max(gaps, key=lambda key: gaps[key] if gaps[key] == gaps[key] else np.inf)
+        worst[part] = (name, gaps[name])
+    return StateGap(int(state.opt.count), native.adam_step or 0, worst)
+
+
+@jax.jit
+def _relative_gap(a: jax.Array, b: jax.Array) -> jax.Array:
+    largest = jnp.max(jnp.abs(b)).astype(jnp.float32)
+    gap = jnp.max(jnp.abs(a.astype(jnp.float32) - b.astype(jnp.float32)))
+    return jnp.where(largest > 0, gap / largest, gap)
+
+
+@dataclass(frozen=True)
+class Replayed:
+    """A window's outcome, judged by the limits of the compute dtype."""
+
+    window: Window
+    updates: list[UpdateGap]
+    end: StateGap
+    dtype: str
+
+    def figures(self) -> dict[str, float]:
+        """The numbers of the window's row, by name."""
+        exact = [u.grad_norm_fp64 for u in self.updates if u.grad_norm_fp64 is not None]
+        found = {
+            "updates": len(self.updates),
+            "CE difference, largest": max(u.ce_gap for u in self.updates),
+            "gradient norm, largest relative difference": max(
+                u.grad_norm_gap for u in self.updates
+            ),
+            "LR, largest relative difference": max(u.rate_gap for u in self.updates),
+            "skipped here": sum(u.skipped for u in self.updates),
+            "skipped there": sum(u.reference_skipped for u in self.updates),
+            "Adam count": self.end.adam_count,
+            "Adam count (reference)": self.end.reference_adam_count,
+        }
+        if exact:
+            found["gradient norm against fp64, largest relative difference"] = max(exact)
+        for part, (_, gap) in self.end.worst.items():
+            found[f"{part} at the end, largest relative difference"] = gap
+        return found | {"passed": float(not self.failures())}
+
+    def failures(self) -> list[str]:
+        """What is above the limits, in words."""
+        limits, found = LIMITS[self.dtype], []
+        for u in self.updates:
+            for what, gap, limit in (
+                ("CE differs by", u.ce_gap, limits.ce),
+                ("gradient norm differs by (relative)", u.grad_norm_gap, limits.grad_norm),
+                ("LR differs by (relative)", u.rate_gap, limits.learning_rate),
+            ):
+                if not gap <= limit:
+                    found.append(f"update {u.step}: {what} {gap:.3g}, limit {limit:.3g}")
+            if u.skipped != u.reference_skipped:
+                found.append(f"update {u.step}: skipped {'here' if u.skipped else 'there'} only")
+        if self.end.adam_count != self.end.reference_adam_count:
+            found.append(
+                f"Adam count {self.end.adam_count}, the reference's {self.end.reference_adam_count}"
+            )
+        name, gap = self.end.worst["params"]
+        if not gap <= limits.tensor:
+            found.append(
+                f"weights at the end: {name} differs by {gap:.3g}, limit {limits.tensor:.3g}"
+            )
+        return found
