@@ -97,13 +97,6 @@ def annotation(jobset: Object, name: str) -> str | None:
     return (jobset["metadata"].get("annotations") or {}).get(name)
 
 
-def exit_codes(pods: list[Object]) -> list[int]:
-    """Non-zero exit codes of containers that have ended."""
-    statuses = [s for p in pods for s in (p.get("status") or {}).get("containerStatuses") or []]
-    codes = [((s.get("state") or {}).get("terminated") or {}).get("exitCode") for s in statuses]
-    return [code for code in codes if code]
-
-
 def _ended(seen: Seen) -> Decision:
     state = seen.jobset["status"]["terminalState"]
     if seen.finished:

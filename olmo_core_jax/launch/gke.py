@@ -5,6 +5,7 @@ on a watch being complete: a watch only says when to look again. The controller 
 leaves the job running, and started again it finds it by its name and goes on.
 """
 
+import contextlib
 import random
 import time
 from collections.abc import Callable
@@ -15,12 +16,13 @@ from olmo_core_jax.errors import CRASH, UserError
 from olmo_core_jax.launch import kube as k8s
 from olmo_core_jax.launch import names, progress
 from olmo_core_jax.launch.check import check
-from olmo_core_jax.launch.decide import Action, Memory, Seen, annotation, decide, exit_codes
+from olmo_core_jax.launch.decide import Action, Memory, Seen, annotation, decide
+from olmo_core_jax.launch.ending import failure
 from olmo_core_jax.launch.explain import explain
 from olmo_core_jax.launch.gke_logs import PodLogs
 from olmo_core_jax.launch.gke_profile import GKE
 from olmo_core_jax.launch.job import Job, JobFailed, Tick
-from olmo_core_jax.launch.jobset import FINAL_CODES, launch_digest, render
+from olmo_core_jax.launch.jobset import launch_digest, render
 from olmo_core_jax.launch.profile import Profile
 from olmo_core_jax.launch.visible import for_pods
 from olmo_core_jax.results import StageResult, require_result
@@ -305,17 +307,12 @@ class Launcher:
     # words and records
 
     def _failure(self, seen: Seen, reason: str, text: str) -> JobFailed:
-        final = [code for code in exit_codes(seen.pods) if code in FINAL_CODES]
         if seen.jobset.get("status", {}).get("terminalState"):
-            try:  # so that starting again after a repair submits anew, while a restarted controller reports the same
-                self.kube.patch(
-                    k8s.JOBSETS, self.name, {"metadata": {"annotations": {names.REPORTED: reason}}}
-                )
-            except (k8s.NotFound, k8s.Conflict):
-                pass
-        where = storage.join(self.job.run_root, self.job.folder, "pod_logs")
-        code = final[0] if reason == "final-exit" and final else CRASH
-        return JobFailed(f"{self.job.folder}: {text}. Logs: {where}", code)
+            # Starting again after a repair submits anew, while a restarted controller reports the same.
+            note = {"metadata": {"annotations": {names.REPORTED: reason}}}
+            with contextlib.suppress(k8s.NotFound, k8s.Conflict):
+                self.kube.patch(k8s.JOBSETS, self.name, note)
+        return failure(self.job, seen.pods, reason, text)
 
     def _tell(self, text: str) -> None:
         if text != self._told:

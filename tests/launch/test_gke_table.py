@@ -57,7 +57,7 @@ def test_completed_early_with_progress_goes_on(tmp_path):
 @pytest.mark.parametrize("code", [USER_ERROR, LOCKED, DIVERGED])
 def test_final_exit_codes_stop_at_once(tmp_path, code):
     with Lab(tmp_path, flags=["--fail-at=7", f"--code={code}"]) as lab:
-        with pytest.raises(JobFailed, match="FailJobSetFailurePolicyAction") as failed:
+        with pytest.raises(JobFailed, match="(?s)FailJobSetFailurePolicyAction.*ended with exit code.*step 7") as failed:
             lab.start().finish()
         assert failed.value.exit_code == code
         assert len(lab.leaders()) == 1
