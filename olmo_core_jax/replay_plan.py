@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from olmo_core_jax.errors import UserError
+from olmo_core_jax.launch import hardware
 from olmo_core_jax.plan import GIB
 from olmo_core_jax.recipes.schema import TRAINING_STAGES, Recipe
 from olmo_core_jax.train.flops import training_flops
@@ -85,21 +86,23 @@ class WindowPlan:
 def price_windows(
     recipe: Recipe,
     windows: list[Window],
-    *,
-    peak_flops: float | None = None,
+    shape: str | None = None,
     mfu: float = 0.4,
     price: float | None = None,
 ) -> list[WindowPlan]:
     """A plan for each window. share: of its stage's updates; read_gib: both native checkpoints.
 
-    peak_flops: of one chip, a second, in bf16.
+    shape: hardware, such as v5p-256; mfu: assumed; price: of one chip-hour.
     """
+    chip = hardware.shape(shape).chip if shape else None
+    if shape and chip is None:
+        raise UserError(f"--hardware {shape} has no chip with a known peak rate")
     plans = []
     for window in windows:
         stage = recipe.stage(window.stage)
         tokens = window.updates * stage.batch_tokens
         flops = tokens * training_flops(recipe.model, stage.data.sequence_length)
-        hours = flops / (peak_flops * mfu) / 3600 if peak_flops else None
+        hours = flops / (chip.peak_bf16 * mfu) / 3600 if chip else None
         plans.append(
             WindowPlan(
                 str(window),

@@ -63,6 +63,10 @@ def plan(
     hardware: Annotated[str | None, typer.Option(help="a shape, such as v5p-256")] = None,
     mfu: Annotated[float, typer.Option(help="model FLOPs utilisation to assume")] = 0.4,
     price: Annotated[float | None, typer.Option(help="of one chip-hour")] = None,
+    replay: Annotated[
+        str | None,
+        typer.Option(help="price a replay of [STAGE/]N:K,... (flows/replay.py), not the run"),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json")] = False,
 ) -> None:
     """What a recipe will take: updates, learning rates, days, chip-hours, cost, disk."""
@@ -72,6 +76,14 @@ def plan(
     from olmo_core_jax.recipes import load_recipe
 
     loaded = load_recipe(recipe)
+    if replay is not None:
+        from olmo_core_jax import replay_plan
+
+        chosen = replay_plan.parse_windows(replay, loaded)
+        windows = replay_plan.price_windows(loaded, chosen, hardware, mfu, price)
+        text = replay_plan.describe_windows(loaded, windows)
+        show([asdict(w) for w in windows] if as_json else text, as_json)
+        return
     stages = planning.plan(loaded, hardware, mfu, price)
     if as_json:
         show([asdict(s) for s in stages], True)

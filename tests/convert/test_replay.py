@@ -179,7 +179,7 @@ def test_windows():
 
 def test_price_of_replaying_7b():
     recipe = load_recipe("olmo3_7b")
-    (plan,) = price_windows(recipe, [Window("stage1", 1000, 20)], peak_flops=459e12, price=4.2)
+    (plan,) = price_windows(recipe, [Window("stage1", 1000, 20)], "v5p-256", price=4.2)
     assert plan.tokens == 20 * recipe.stage1.batch_tokens
     assert plan.share < 2e-5
     assert 150 < plan.read_gib < 170  # two states of 7.3 G parameters at 12 bytes
