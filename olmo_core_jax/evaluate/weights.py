@@ -48,6 +48,7 @@ def weight_figures(ours: dict, reference: dict, cfg: Model) -> dict[str, float]:
 
     Padding rows of the vocabulary are left out: a published checkpoint may come without them.
     """
+
     def sizes(axes, a, b):
         real = slice(cfg.vocab_size if axes[0] == "vocab" else None)
         return _sizes(a[real], b[real])

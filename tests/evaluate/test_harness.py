@@ -144,15 +144,16 @@ def test_few_shapes_for_many_lengths_and_the_scores_of_unpadded_rows(model):
     pairs = [(t[:-3], t[-3:]) for t in tokens]
     answers = lm._score_pairs(pairs)
     assert 1 < scorer.compilations <= 8
-    for n in (5, 34, 204):
+    for n in (5, 129, 204):
         row = np.asarray([tokens[n - 5]], np.int32)
         logp = np.asarray(scorer.score(params, row[:, :-1], row[:, 1:]).logp_BS)[0, -3:]
         assert answers[n - 5][0] == pytest.approx(logp.sum(), abs=1e-4)
 
 
 def test_buckets():
-    lm, _ = counting_lm(max_length=200)
-    assert [lm.bucket(n) for n in (1, 32, 33, 64, 65, 129, 200)] == [32, 32, 64, 64, 128, 200, 200]
+    lm, _ = counting_lm(max_length=400)
+    lengths = (1, 128, 129, 256, 257, 400)
+    assert [lm.bucket(n) for n in lengths] == [128, 128, 256, 256, 400, 400]
 
 
 def generate(lm, *arguments):
