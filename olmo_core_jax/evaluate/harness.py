@@ -64,8 +64,7 @@ class OlmoLM(TemplateLM):
         self.truncation = Truncation()
         self.joined_tokens = 0
 
-    # -- text and tokens -------------------------------------------------------------------------
-    # ---------------------
+    # -- text and tokens --
 
     @property
     def eot_token_id(self) -> int:
@@ -96,8 +95,7 @@ class OlmoLM(TemplateLM):
             continuation_ids = self.tok_encode(context[len(kept) :] + continuation)
         return context_ids or [self.prefix_token_id], continuation_ids
 
-    # -- requests --------------------------------------------------------------------------------
-    # ---------------------
+    # -- requests --
 
     def loglikelihood(
         self, requests: list[Instance], disable_tqdm: bool = True
@@ -148,8 +146,7 @@ class OlmoLM(TemplateLM):
             self.cache_hook.add_partial("generate_until", request.args, text)
         return texts
 
-    # -- scoring ---------------------------------------------------------------------------------
-    # ---------------------
+    # -- scoring --
 
     def _score_pairs(self, pairs: Sequence[Pair]) -> list[tuple[float, bool]]:
         rows = [self._row(context, answer) for context, answer in pairs]
@@ -195,8 +192,7 @@ class OlmoLM(TemplateLM):
             yield start, np.asarray(logp_BS)[:real], (np.asarray(best_BS) == targets_BS)[:real]
             start += real
 
-    # -- generation ------------------------------------------------------------------------------
-    # ---------------------
+    # -- generation --
 
     def _generation(self, context: str, gen_kwargs: dict) -> "_Generation":
         kwargs = dict(normalize_gen_kwargs(gen_kwargs, self.max_gen_toks))
