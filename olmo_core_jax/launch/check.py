@@ -1,4 +1,4 @@
-"""A manifest checked before it is sent: against the JobSet CRD, the core Job schema, and the rules that neither can say.
+"""A manifest checked before it is sent: against the JobSet CRD, the core Job schema, and rules that neither can say.
 
 The CRD is the cluster's own (read at submission) or a file's; the core schemas are those of the `kubernetes-validate`
 package. What is not at hand is left to the API server, which is always asked with fieldValidation=Strict.
@@ -60,7 +60,9 @@ def core_problems(manifest: Object) -> Iterator[str]:
         template = replicated.get("template") or {}
         job = {"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": "job"}}
         try:
-            kubernetes_validate.validate(job | {"spec": template.get("spec")}, KUBERNETES, strict=True)
+            kubernetes_validate.validate(
+                job | {"spec": template.get("spec")}, KUBERNETES, strict=True
+            )
         except kubernetes_validate.ValidationError as e:
             where = ["spec", "replicatedJobs", i, "template", *e.absolute_path]
             yield f"{path(where)}: {e.message[:300]}"
@@ -95,7 +97,9 @@ def _job_rules(job: Object, where: str) -> Iterator[str]:
             yield f"{at}.values: 0 cannot be listed with In"
         if values != sorted(set(values)) or len(values) > MOST_EXIT_CODES:
             yield f"{at}.values: at most {MOST_EXIT_CODES} different codes in rising order"
-    mounts = {m.get("name") for c in pod.get("containers") or [] for m in c.get("volumeMounts") or []}
+    mounts = {
+        m.get("name") for c in pod.get("containers") or [] for m in c.get("volumeMounts") or []
+    }
     for name in sorted(mounts - {v.get("name") for v in pod.get("volumes") or []}):
         yield f"{where}.template.spec.volumes: a container mounts {name!r}, which is not there"
 
@@ -117,12 +121,19 @@ def _closed(node: Any, top: bool = False) -> Any:
     if node.get("x-kubernetes-int-or-string"):
         kept = {k: node[k] for k in ("pattern",) if k in node}
         return {"type": ["integer", "string"], **kept}
-    out = {k: _closed(v) for k, v in node.items() if not k.startswith("x-") and k not in ("properties", "nullable")}
+    out = {
+        k: _closed(v)
+        for k, v in node.items()
+        if not k.startswith("x-") and k not in ("properties", "nullable")
+    }
     if isinstance(node.get("properties"), dict):
         out["properties"] = {k: _closed(v) for k, v in node["properties"].items()}
         if top:
             out["properties"]["metadata"] = {"type": "object"}
-        if not node.get("x-kubernetes-preserve-unknown-fields") and "additionalProperties" not in node:
+        if (
+            not node.get("x-kubernetes-preserve-unknown-fields")
+            and "additionalProperties" not in node
+        ):
             out["additionalProperties"] = False
     if node.get("nullable"):
         out = {"anyOf": [out, {"type": "null"}]}

@@ -13,7 +13,8 @@ Recipe = Annotated[str, typer.Option(help="name of a shipped recipe, or a YAML f
 RunRoot = Annotated[str, typer.Option(help="folder or gs:// URI of the whole run")]
 Stage = Annotated[str, typer.Option(help="stage1_train, eval_landmarks/100, ...")]
 ProfileFile = Annotated[
-    str | None, typer.Option("--profile", help="launch profile; default: the file that OLMO_LAUNCH names")
+    str | None,
+    typer.Option("--profile", help="launch profile; default: the file that OLMO_LAUNCH names"),
 ]
 
 
@@ -73,7 +74,9 @@ def status(recipe: Recipe, run_root: RunRoot, stage: Stage, profile: ProfileFile
     typer.echo(_launcher(recipe, run_root, stage, profile).status())
 
 
-def logs(run_root: RunRoot, stage: Stage, all_hosts: Annotated[bool, typer.Option("--all")] = False) -> None:
+def logs(
+    run_root: RunRoot, stage: Stage, all_hosts: Annotated[bool, typer.Option("--all")] = False
+) -> None:
     """Print the saved logs of every attempt (of the first host; --all: of every host)."""
     from olmo_core_jax.launch.gke_logs import saved_logs
 
@@ -87,7 +90,9 @@ def cancel(recipe: Recipe, run_root: RunRoot, stage: Stage, profile: ProfileFile
     typer.echo("deleted" if there else "there was no JobSet")
 
 
-def resume_until_done(recipe: Recipe, run_root: RunRoot, stage: Stage, profile: ProfileFile = None) -> None:
+def resume_until_done(
+    recipe: Recipe, run_root: RunRoot, stage: Stage, profile: ProfileFile = None
+) -> None:
     """Submit or attach, and watch until the stage's result is there."""
     result = _launcher(recipe, run_root, stage, profile).run()
     typer.echo(f"{result.stage}: finished; {len(result.figures)} figures in result.json")
@@ -110,4 +115,3 @@ def _impatient(profile, stage: str):
 
     gke = profile.gke_of(stage)
     return kube.Kube(lambda: kube.connect(gke.context), gke.namespace, patience=15.0)
-

@@ -57,7 +57,11 @@ def replay_windows(recipe_name: str, windows: str) -> list[str]:
 
     try:
         recipe = load_recipe(recipe_name)
-        chosen = replay_plan.parse_windows(windows, recipe) if windows else replay_plan.all_windows(recipe)
+        chosen = (
+            replay_plan.parse_windows(windows, recipe)
+            if windows
+            else replay_plan.all_windows(recipe)
+        )
     except JobError as e:
         raise StageError(str(e)) from None
     if not chosen:

@@ -1,4 +1,4 @@
-"""A stage as a JobSet: submitted or found again, watched, resubmitted where that helps, and believed only with a result.
+"""A stage as a JobSet: submitted or found again, watched, submitted again where that helps, believed with a result.
 
 The loop looks, decides (decide.py), acts, and waits for the next change. A look is a handful of GETs, so nothing hangs
 on a watch being complete: a watch only says when to look again. The controller keeps no state that matters: killed, it
@@ -87,7 +87,7 @@ class Launcher:
         return require_result(self.job.run_root, self.job.folder)
 
     def submit(self) -> Object | None:
-        """Creates the JobSet, or finds the one that is there. None: the stage had already been finished by a launch of ours."""
+        """Creates the JobSet, or finds the one that is there. None: a launch of ours had already finished the stage."""
         jobset = self._find()
         if jobset is None:
             if progress.launches(self.job.run_root, self.job.folder) and progress.is_finished(

@@ -189,7 +189,7 @@ def _host(pod: dict[str, Any]) -> int:
 
 
 def _stamp(line: bytes) -> bytes:
-    """The RFC 3339 stamp before a line with all nine digits of its second, so that stamps sort; b"" if there is none."""
+    """The RFC 3339 stamp before a line with all nine digits of its second, so that they sort; b"" if there is none."""
     stamp, space, _ = line.partition(b" ")
     if not space or len(stamp) < 20 or not stamp[:1].isdigit():
         return b""

@@ -26,13 +26,13 @@ SECRET_VALUE = re.compile(
 Label = Annotated[
     str, StringConstraints(pattern=r"^[a-z0-9A-Z]([-a-z0-9A-Z_.]{0,61}[a-z0-9A-Z])?$")
 ]
-Quantity = Annotated[
-    str, StringConstraints(pattern=r"^\d+(\.\d+)?(m|k|Ki|M|Mi|G|Gi|T|Ti)?$")
-]
+Quantity = Annotated[str, StringConstraints(pattern=r"^\d+(\.\d+)?(m|k|Ki|M|Mi|G|Gi|T|Ti)?$")]
 EnvName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
 LabelKey = Annotated[
     str,
-    StringConstraints(pattern=r"^([a-z0-9.-]{1,253}/)?[A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?$"),
+    StringConstraints(
+        pattern=r"^([a-z0-9.-]{1,253}/)?[A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?$"
+    ),
 ]
 Name = Annotated[str, StringConstraints(pattern=r"^[a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?$")]
 
@@ -42,7 +42,7 @@ class Strict(BaseModel):
 
 
 class Bucket(Strict):
-    """A bucket (or a prefix of it) mounted by the gcsfuse CSI driver. Not needed for gs:// paths, which are read by range."""
+    """A bucket, or a prefix of it, mounted by the gcsfuse CSI driver. gs:// paths are read by range and need none."""
 
     bucket: Name
     path: str = Field(pattern=r"^/", description="where the pod sees it")
@@ -148,7 +148,9 @@ class GKE(Strict):
     shared_paths: list[str] = Field(
         [], description="folders that pods and this controller see under the same path"
     )
-    cpu: Quantity | None = Field(None, description="CPU request; the ClusterQueue has to cover cpu then")
+    cpu: Quantity | None = Field(
+        None, description="CPU request; the ClusterQueue has to cover cpu then"
+    )
     memory: Quantity | None = None
     shm: Quantity | None = Field(
         None, description="limit of /dev/shm, such as 64Gi; None: the host's memory"

@@ -66,7 +66,7 @@ class _Family:
 
 # The first topology of a core count is what `FAMILY-CORES` means.
 _SMALL_3D = ("2x2x1", "2x2x2", "2x2x4", "2x4x4")
-_V5P = (
+_V5P: tuple[str, ...] = (
     *_SMALL_3D,
     "4x4x4",
     "4x4x8",
@@ -181,7 +181,7 @@ def _slice(family: _Family, size: str) -> Shape:
 
 def _topology(family: _Family, size: str) -> str:
     if re.fullmatch(r"\d+", size):
-        cores = {}
+        cores: dict[int, str] = {}
         for t in family.topologies:
             cores.setdefault(math.prod(map(int, t.split("x"))) * family.cores_per_chip, t)
         if int(size) in cores:

@@ -1,4 +1,4 @@
-"""Names of what is created in a cluster: stable for a run root and stage, so that a restarted controller finds its job."""
+"""Names of what is created in a cluster: stable for a run root and stage, so a restarted controller finds its job."""
 
 import hashlib
 import re

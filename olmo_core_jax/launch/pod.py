@@ -126,7 +126,10 @@ def _env(gke: GKE, index: int) -> list[Manifest]:
         {"name": "JOBSET_NAME", "valueFrom": label("jobset-name")},
         {"name": "JOBSET_RESTART", "valueFrom": label("restart-attempt")},
         {"name": "SLICE_INDEX", "valueFrom": label("job-index")},
-        {"name": "OLMO_SHAPE", "value": f"{gke.slices} x {gke.shape}" if gke.slices > 1 else gke.shape},
+        {
+            "name": "OLMO_SHAPE",
+            "value": f"{gke.slices} x {gke.shape}" if gke.slices > 1 else gke.shape,
+        },
         {"name": "OLMO_GRACE_SECONDS", "value": str(gke.grace_seconds - LEAVE_SECONDS)},
         {"name": "PYTHONUNBUFFERED", "value": "1"},
     ]

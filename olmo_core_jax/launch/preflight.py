@@ -4,6 +4,7 @@ Nothing is changed in the cluster; the bucket gets one probe object that is dele
 whoever runs this: the pods' own account is only shown to exist.
 """
 
+import functools
 import re
 import urllib.error
 import uuid
@@ -72,7 +73,17 @@ def preflight(job: Job, profile: Profile, kube: Kube) -> list[Row]:
         lambda: _recipe(job),
         lambda: _upstream(job),
     ]
-    names = ["cluster", "JobSet", "manifest", "nodes", "account", "image", "run root", "recipe", "stages before"]
+    names = [
+        "cluster",
+        "JobSet",
+        "manifest",
+        "nodes",
+        "account",
+        "image",
+        "run root",
+        "recipe",
+        "stages before",
+    ]
     if gke.queue:
         rows[2:2] = [
             lambda: _controller(kube, KUEUE_CONTROLLER, "kueue-controller-manager", "kueue"),
@@ -80,7 +91,7 @@ def preflight(job: Job, profile: Profile, kube: Kube) -> list[Row]:
         ]
         names[2:2] = ["Kueue", "queue"]
     for name, ref in gke.secrets.items():
-        rows.append(lambda ref=ref: _secret(kube, ref.secret, ref.key, ref.optional))
+        rows.append(functools.partial(_secret, kube, ref.secret, ref.key, ref.optional))
         names.append(f"secret {name}")
     return [_row(name, look) for name, look in zip(names, rows, strict=True)]
 
@@ -139,12 +150,19 @@ def _queue(kube: Kube, gke: GKE) -> str:
     quota = free_of(cluster, flavors, gke)
     for resource, amount in wanted.items():
         if resource not in quota:
-            raise Wrong(f"ClusterQueue {cluster['metadata']['name']} does not cover {resource} for {gke.shape}")
+            raise Wrong(
+                f"ClusterQueue {cluster['metadata']['name']} does not cover {resource} for {gke.shape}"
+            )
         if amount > quota[resource]:
-            raise Wrong(f"{gke.shape} asks for {amount:g} {resource}; the quota is {quota[resource]:g}")
+            raise Wrong(
+                f"{gke.shape} asks for {amount:g} {resource}; the quota is {quota[resource]:g}"
+            )
     if cluster.get("spec", {}).get("stopPolicy", "None") != "None":
         raise Wrong(f"ClusterQueue {cluster['metadata']['name']} is stopped")
-    shown = ", ".join(f"{amount:g} of {quota[r]:g} {r}" for r, amount in wanted.items()) or "no quota needed"
+    shown = (
+        ", ".join(f"{amount:g} of {quota[r]:g} {r}" for r, amount in wanted.items())
+        or "no quota needed"
+    )
     return f"{gke.queue}: {shown}"
 
 
@@ -191,7 +209,9 @@ def _image(gke: GKE) -> str:
         if not images.exists(gke.image):
             raise Wrong(f"{gke.image} does not exist")
     except urllib.error.HTTPError as e:
-        raise Wrong(f"{gke.image}: the registry answers {e.code}; is it readable for you?") from None
+        raise Wrong(
+            f"{gke.image}: the registry answers {e.code}; is it readable for you?"
+        ) from None
     return gke.image
 
 

@@ -1,4 +1,4 @@
-"""How far a stage has come, as its files under the run root say. No JAX; unreadable storage is never taken for step 0."""
+"""How far a stage has come, as its files under the run root say. Unreadable storage is never taken for step 0."""
 
 from datetime import UTC, datetime
 from typing import Any
@@ -27,7 +27,7 @@ def is_finished(job: Job) -> bool:
 
 
 def record_launch(job: Job, jobset: dict[str, Any], facts: dict[str, Any]) -> None:
-    """Keeps what a submission ran on, once: <stage>/launches/<creation>.<uid>.json. The cards' segments come from it."""
+    """Keeps what a submission ran on, once, in <stage>/launches/<creation>.<uid>.json."""
     meta = jobset["metadata"]
     stamp = meta["creationTimestamp"].replace("-", "").replace(":", "")
     uri = storage.join(job.run_root, job.folder, LAUNCHES, f"{stamp}.{meta['uid'][:8]}.json")

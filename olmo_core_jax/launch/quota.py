@@ -38,7 +38,10 @@ def free_of(cluster_queue: Object, flavors: dict[str, Object], gke: GKE) -> dict
     for group in cluster_queue["spec"].get("resourceGroups") or []:
         for entry in group["flavors"]:
             labels = (flavors.get(entry["name"]) or {}).get("spec", {}).get("nodeLabels") or {}
-            if any(selector.get(k, v) != v for k, v in labels.items()) or entry["name"] not in flavors:
+            if (
+                any(selector.get(k, v) != v for k, v in labels.items())
+                or entry["name"] not in flavors
+            ):
                 continue
             for r in entry["resources"]:
                 granted = quantity(r["nominalQuota"]) + quantity(r.get("borrowingLimit") or 0)

@@ -12,7 +12,8 @@ def is_visible(path: str, gke: GKE, writable: bool = False) -> bool:
     """Do the pods see this path or URI (and may they write there)?"""
     if storage.is_remote(path):
         return True
-    mounts = [m.path for m in (*gke.buckets, *gke.claims) if not (writable and m.read_only)]
+    mounts = [b.path for b in gke.buckets if not (writable and b.read_only)]
+    mounts += [c.path for c in gke.claims if not (writable and c.read_only)]
     return any(
         path == m or path.startswith(m.rstrip("/") + "/") for m in (*mounts, *gke.shared_paths)
     )

@@ -1,4 +1,4 @@
-"""The fixture `crds`. Where the CRD schemas of JobSet and Kueue are: in OLMO_CRDS, else in a folder `crds` beside the checkout's parent."""
+"""The fixture `crds`: schemas of JobSet and Kueue, in OLMO_CRDS or a folder `crds` below the checkout's parent."""
 
 import os
 from pathlib import Path

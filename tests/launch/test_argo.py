@@ -17,7 +17,9 @@ PROFILE = "/home/olmo/launch/tpu7x-4x4x4.yaml"
 
 def test_every_stage_is_a_small_pod_that_may_watch_for_weeks(tmp_path):
     fake = {"type": "authorized_user", "client_id": "x", "client_secret": "x", "refresh_token": "x"}
-    (tmp_path / "c.json").write_text(json.dumps(fake | {"token": "x", "expiry": "2099-01-01T00:00:00Z"}))
+    (tmp_path / "c.json").write_text(
+        json.dumps(fake | {"token": "x", "expiry": "2099-01-01T00:00:00Z"})
+    )
     with gcs_emulator.bucket_on_loopback() as url:
         env = os.environ | {
             "STORAGE_EMULATOR_HOST": url,
@@ -39,11 +41,25 @@ def test_every_stage_is_a_small_pod_that_may_watch_for_weeks(tmp_path):
         ]
         command = [sys.executable, str(FLOW), *(x for o in options for x in ("--with", o))]
         command += ["argo-workflows", "create", "--only-json"]
-        done = subprocess.run(command, env=env, cwd=tmp_path, capture_output=True, text=True, timeout=300)
+        done = subprocess.run(
+            command, env=env, cwd=tmp_path, capture_output=True, text=True, timeout=300
+        )
     assert done.returncode == 0, done.stderr[-2000:]
     template = json.loads(done.stdout)
-    pods = {t["name"]: t for t in template["spec"]["templates"] if t.get("serviceAccountName") and "hook" not in t["name"]}
-    stages = {"convert-weights", "build-index", "stage1-train", "eval-landmarks", "warm-adam", "stage2-train", "final-eval"}
+    pods = {
+        t["name"]: t
+        for t in template["spec"]["templates"]
+        if t.get("serviceAccountName") and "hook" not in t["name"]
+    }
+    stages = {
+        "convert-weights",
+        "build-index",
+        "stage1-train",
+        "eval-landmarks",
+        "warm-adam",
+        "stage2-train",
+        "final-eval",
+    }
     assert stages <= set(pods)
     for name in stages:
         pod = pods[name]

@@ -1,4 +1,4 @@
-"""The whole flow, every stage a JobSet on the loopback cluster, its run root in a bucket; killed in the middle, then resumed."""
+"""The whole flow, every stage a JobSet on the loopback cluster, its run root in a bucket; killed, then resumed."""
 
 import json
 import os
@@ -59,7 +59,11 @@ def recipe(tmp_path):
     found = load_recipe("laptop").model_dump()
     every = {"checkpoints": {"every": 6, "landmarks": [6], "keep": 2}, "reference": None}
     found["stage1"] |= every | {"stop_at": 18}
-    found["stage2"] |= {"reference": None, "max_tokens": 12288, "checkpoints": {"every": 6, "landmarks": [], "keep": 2}}
+    found["stage2"] |= {
+        "reference": None,
+        "max_tokens": 12288,
+        "checkpoints": {"every": 6, "landmarks": [], "keep": 2},
+    }
     found["evaluation"] |= {"limit": 2}
     path = tmp_path / "short.yaml"
     path.write_text(yaml.safe_dump(found | {"name": "short"}))
@@ -71,20 +75,34 @@ def kubeconfig(lab: Lab, path: Path) -> None:
     cluster = {"name": "c", "cluster": {"server": lab.api.url}}
     context = {"name": "x", "context": {"cluster": "c", "user": "u", "namespace": "default"}}
     config = {"apiVersion": "v1", "kind": "Config", "current-context": "x"}
-    path.write_text(yaml.safe_dump(config | {"users": [user], "clusters": [cluster], "contexts": [context]}))
+    path.write_text(
+        yaml.safe_dump(config | {"users": [user], "clusters": [cluster], "contexts": [context]})
+    )
 
 
 def launch_profile(path: Path) -> None:
-    gke = {"shape": "n2-standard-16", "hosts": 2, "image": "r/i:1", "queue": "tpus", "max_restarts": 2}
+    gke = {
+        "shape": "n2-standard-16",
+        "hosts": 2,
+        "image": "r/i:1",
+        "queue": "tpus",
+        "max_restarts": 2,
+    }
     gke["watching"] = {"refresh": 1.0}
     stages = ("convert_weights", "build_index", "eval_landmarks", "warm_adam", "final_eval")
-    path.write_text(yaml.safe_dump({"backend": "gke", "gke": gke, "gke_stages": dict.fromkeys(stages, {"hosts": 1})}))
+    path.write_text(
+        yaml.safe_dump(
+            {"backend": "gke", "gke": gke, "gke_stages": {s: {"hosts": 1} for s in stages}}
+        )
+    )
 
 
 def started(lab: Lab) -> Counter:
     """How often each stage's JobSet was created."""
     key = "olmo-core-jax/stage"
-    return Counter(r.body["metadata"]["annotations"][key] for r in lab.api.seen("create", "jobsets"))
+    return Counter(
+        r.body["metadata"]["annotations"][key] for r in lab.api.seen("create", "jobsets")
+    )
 
 
 def test_flow_on_jobsets_with_a_bucket_killed_and_resumed(bucket, recipe, tmp_path):
@@ -103,7 +121,9 @@ def test_flow_on_jobsets_with_a_bucket_killed_and_resumed(bucket, recipe, tmp_pa
         def flow(*arguments: str) -> subprocess.Popen:
             out = open(tmp_path / f"{arguments[0]}.txt", "wb")  # noqa: SIM115
             command = [sys.executable, str(FLOW), *arguments]
-            return subprocess.Popen(command, env=env, cwd=tmp_path, stdout=out, stderr=out, start_new_session=True)
+            return subprocess.Popen(
+                command, env=env, cwd=tmp_path, stdout=out, stderr=out, start_new_session=True
+            )
 
         first = flow("run", f"--recipe={recipe}", f"--output={ROOT}")
         metrics = f"{ROOT}/stage1_train/metrics/metrics.jsonl"
@@ -119,7 +139,15 @@ def test_flow_on_jobsets_with_a_bucket_killed_and_resumed(bucket, recipe, tmp_pa
         assert lab.cluster.running_pods()  # the job does not notice
         second = flow("resume")
         assert second.wait(1200) == 0, (tmp_path / "resume.txt").read_text()[-3000:]
-        stages = ["convert_weights", "build_index", "stage1_train", "eval_landmarks/6", "warm_adam", "stage2_train", "final_eval"]
+        stages = [
+            "convert_weights",
+            "build_index",
+            "stage1_train",
+            "eval_landmarks/6",
+            "warm_adam",
+            "stage2_train",
+            "final_eval",
+        ]
         for stage in stages:
             assert storage.exists(f"{ROOT}/{stage}/result.json"), stage
         counts = started(lab)

@@ -1,6 +1,7 @@
 """The preflight table against a cluster that has everything, and against one that lacks one thing at a time."""
 
 import http.server
+import shutil
 import threading
 
 import crd_files
@@ -148,14 +149,22 @@ def test_all_pass(ready):
     assert pre.table(list(rows.values())).endswith("all pass")
 
 
+def controller(lab, what: str, tag: str, ready: int = 1):
+    namespace, name = f"{what}-system", f"{what}-controller-manager"
+    put(lab, "apps", "deployments", namespace, name, deployment(f"r/{what}:{tag}", ready))
+
+
 BREAK = {
-    "JobSet": (lambda lab: put(lab, "apps", "deployments", "jobset-system", "jobset-controller-manager", deployment("r/jobset:v0.9.1")), "0.10 or newer"),
-    "Kueue": (lambda lab: put(lab, "apps", "deployments", "kueue-system", "kueue-controller-manager", deployment("r/kueue:v0.17.1", 0)), "not ready"),
-    "queue": (lambda lab: put(lab, K, "clusterqueues", "", "all", cluster_queue("16", "128Gi")), "asks for 28 cpu; the quota is 16"),
+    "JobSet": (lambda lab: controller(lab, "jobset", "v0.9.1"), "0.10 or newer"),
+    "Kueue": (lambda lab: controller(lab, "kueue", "v0.17.1", ready=0), "not ready"),
+    "queue": (
+        lambda lab: put(lab, K, "clusterqueues", "", "all", cluster_queue("16", "128Gi")),
+        "asks for 28 cpu; the quota is 16",
+    ),
     "nodes": (lambda lab: lab.store.remove(("", "nodes", "", "n1")), "1 of 2 nodes have the labels"),
     "account": (lambda lab: lab.store.remove(("", "serviceaccounts", "default", "trainer")), "not found"),
     "secret HF_TOKEN": (lambda lab: put(lab, "", "secrets", "default", "hf-token", {"data": {}}), "no key token"),
-    "stages before": (lambda lab: __import__("shutil").rmtree(lab.root + "/build_index"), "build_index not finished"),
+    "stages before": (lambda lab: shutil.rmtree(f"{lab.root}/build_index"), "build_index not finished"),
     "manifest": (lambda lab: lab.api.fail(422, "create", "jobsets"), "422"),
     "cluster": (lambda lab: lab.api.fail(403, "get", "/version", times=9), "403"),
 }  # fmt: skip

@@ -1,6 +1,7 @@
-"""Random histories of a contended cluster, each from a seed. Whatever happens: one trainer at a time, no checkpoint lost, no
-success without a result, no retry spent on waiting, and at the end the state of the run that nobody disturbed."""
+"""Random histories of a contended cluster, each from a seed. Whatever happens: one trainer at a time, no checkpoint
+lost, no success without a result, no retry spent on waiting, and the end state of the run that nobody disturbed."""
 
+import itertools
 import random
 import re
 import threading
@@ -137,7 +138,7 @@ def play(seed: int, tmp_path) -> None:
 def check(lab: Lab, person: Person, counts: dict) -> None:
     assert person.result.outputs["state"] == chain(STEPS)
     leaders = lab.leaders()
-    for before, after in zip(leaders, leaders[1:], strict=False):
+    for before, after in itertools.pairwise(leaders):
         assert before.ended is not None and before.ended <= after.started, "two trainers at once"
         begins = (
             int(re.search(rb"begins at (\d+)", after.log)[1]) if b"begins" in after.log else None

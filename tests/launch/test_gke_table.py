@@ -1,4 +1,4 @@
-"""Every row of the decision table (decide.py), played on the loopback cluster by a controller that speaks HTTP to it."""
+"""Every row of the decision table (decide.py), played on the loopback cluster by a controller that speaks HTTP."""
 
 import hashlib
 import json
@@ -57,7 +57,9 @@ def test_completed_early_with_progress_goes_on(tmp_path):
 @pytest.mark.parametrize("code", [USER_ERROR, LOCKED, DIVERGED])
 def test_final_exit_codes_stop_at_once(tmp_path, code):
     with Lab(tmp_path, flags=["--fail-at=7", f"--code={code}"]) as lab:
-        with pytest.raises(JobFailed, match="(?s)FailJobSetFailurePolicyAction.*ended with exit code.*step 7") as failed:
+        with pytest.raises(
+            JobFailed, match=r"(?s)FailJobSetFailurePolicyAction.*ended with exit code.*step 7"
+        ) as failed:
             lab.start().finish()
         assert failed.value.exit_code == code
         assert len(lab.leaders()) == 1
@@ -80,7 +82,7 @@ def test_a_reported_failure_is_submitted_anew_and_an_unreported_one_reported(tmp
 
 def test_used_up_restarts_without_progress_stop(tmp_path):
     with Lab(tmp_path, flags=["--fail-at=3", "--code=1"], max_restarts=2) as lab:
-        with pytest.raises(JobFailed, match="ReachedMaxRestarts.*no checkpoint since") as failed:
+        with pytest.raises(JobFailed, match=r"ReachedMaxRestarts.*no checkpoint since") as failed:
             lab.start().finish()
         assert failed.value.exit_code == CRASH
         assert len(lab.leaders()) == 3

@@ -1,5 +1,6 @@
-"""The real trainer as pods of a JobSet: two hosts over loopback, preempted, suspended, crashed, moved to another shape."""
+"""The real trainer as pods of a JobSet: two hosts over loopback, preempted, suspended, crashed, moved elsewhere."""
 
+import itertools
 import json
 import random
 import time
@@ -171,4 +172,4 @@ def test_random_histories(prepared, undisturbed, tmp_path, seed):
         assert losses(lab.root) == undisturbed[0]
         assert batches(lab.root) == undisturbed[1]
         leaders = lab.leaders()
-        assert all(a.ended <= b.started for a, b in zip(leaders, leaders[1:], strict=False))
+        assert all(a.ended <= b.started for a, b in itertools.pairwise(leaders))

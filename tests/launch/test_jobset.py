@@ -63,18 +63,28 @@ def test_kueue_files_fit_the_schemas(crds):
     assert Draft202012Validator
 
 
+def rule_of(m: dict) -> dict:
+    return m["spec"]["replicatedJobs"][0]["template"]["spec"]["podFailurePolicy"]["rules"][1][
+        "onExitCodes"
+    ]
+
+
+def container_of(m: dict) -> dict:
+    return pod_of(m)["containers"][0]
+
+
 WRONG = {
     "unknown field": (lambda m: m["spec"].update(bogus=1), r"spec: .*bogus"),
-    "wrong enum": (lambda m: m["spec"]["failurePolicy"]["rules"][0].update(action="Retry"), r"spec\.failurePolicy\.rules\[0\]\.action"),
-    "number as text": (lambda m: m["spec"]["replicatedJobs"][0].update(replicas="32"), r"spec\.replicatedJobs\[0\]\.replicas"),
+    "wrong enum": (lambda m: m["spec"]["failurePolicy"]["rules"][0].update(action="Retry"), r"rules\[0\]\.action"),
+    "number as text": (lambda m: m["spec"]["replicatedJobs"][0].update(replicas="32"), r"Jobs\[0\]\.replicas"),
     "no container name": (lambda m: pod_of(m)["containers"][0].pop("name"), r"containers\[0\]: .*'name' is a required"),
-    "env value no text": (lambda m: pod_of(m)["containers"][0]["env"].append({"name": "A", "value": 1}), r"env\[\d+\]\.value"),
-    "bad quantity": (lambda m: pod_of(m)["containers"][0]["resources"]["limits"].update({"google.com/tpu": "four"}), r"limits"),
+    "env value no text": (lambda m: container_of(m)["env"].append({"name": "A", "value": 1}), r"env\[\d+\]\.value"),
+    "bad quantity": (lambda m: container_of(m)["resources"]["limits"].update({"google.com/tpu": "four"}), r"limits"),
     "typed null": (lambda m: pod_of(m).update(serviceAccountName=None), r"serviceAccountName"),
     "long name": (lambda m: m["metadata"].update(name="n" * 50), r"metadata\.name: pods would be called"),
-    "restart policy": (lambda m: pod_of(m).update(restartPolicy="OnFailure"), r"restartPolicy: podFailurePolicy needs Never"),
+    "restart policy": (lambda m: pod_of(m).update(restartPolicy="OnFailure"), r"podFailurePolicy needs Never"),
     "no such container": (
-        lambda m: m["spec"]["replicatedJobs"][0]["template"]["spec"]["podFailurePolicy"]["rules"][1]["onExitCodes"].update(containerName="x"),
+        lambda m: rule_of(m).update(containerName="x"),
         r"podFailurePolicy\.rules\[1\]\.onExitCodes\.containerName",
     ),
     "no such volume": (lambda m: pod_of(m).update(volumes=[]), r"volumes: a container mounts 'shm'"),

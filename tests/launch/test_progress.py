@@ -23,4 +23,7 @@ def test_a_launch_is_recorded_once(tmp_path):
     for shape in ("v5p-4x4x8", "changed"):
         record_launch(job, {"metadata": META}, {"shape": shape})
     record_launch(job, {"metadata": META | {"uid": "abcdefgh1"}}, {"shape": "tpu7x-4x4x4"})
-    assert sorted(x["shape"] for x in launches(str(tmp_path), "stage1_train")) == ["tpu7x-4x4x4", "v5p-4x4x8"]
+    assert sorted(x["shape"] for x in launches(str(tmp_path), "stage1_train")) == [
+        "tpu7x-4x4x4",
+        "v5p-4x4x8",
+    ]

@@ -1,8 +1,8 @@
 """JobSet, Job and Kueue as far as a launcher can see them, played from their controllers' rules.
 
-A thread reconciles every few milliseconds; tests cause events by its methods. Facts: JobSet 0.10 (failure policy, restarts,
-terminalState, Foreground deletion, suspension), batch/v1 Job (podFailurePolicy, backoffLimit 0), Kueue 0.17 (Workload, eviction
-by suspending, requeue, deactivation).
+A thread reconciles every few milliseconds; tests cause events by its methods. Facts: JobSet 0.10 (failure policy,
+restarts, terminalState, Foreground deletion, suspension), batch/v1 Job (podFailurePolicy, backoffLimit 0), Kueue 0.17
+(Workload, eviction by suspending, requeue, deactivation).
 """
 
 import copy

@@ -35,7 +35,8 @@ class Request:
 class Fault:
     """Happens to the next `times` requests that `when` fits.
 
-    kind: a status code, or reset (before headers), reset-after-headers, stall, cut (mid-line), end (a clean early end of a stream).
+    kind: a status code, or reset (before headers), reset-after-headers, stall, cut (mid-line), end (a clean early end
+    of a stream), gone (410 inside a watch).
     """
 
     when: Callable[[Request], bool]

@@ -22,7 +22,7 @@ def main():
     if os.environ["JOB_COMPLETION_INDEX"] != "0":
         follow(folder, stop)
     folder.mkdir(parents=True, exist_ok=True)
-    lock = open(folder / "lock.json", "a")
+    lock = open(folder / "lock.json", "a")  # noqa: SIM115  # held to the end
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
