@@ -20,15 +20,20 @@ GRAD_NORM = "optim/total grad norm"
 GRAD_NORM_FP64 = "optim/total grad norm (fp64)"
 LR = "optim/LR (group 0)"
 SKIPPED = "optim/step skipped"
-TOKENS = "throughput/total tokens"
 TPS = "throughput/device/TPS"
 BPS = "throughput/device/BPS"
 
 ALIASES = {"Step": "step", "_step": "step", "optim/LR": LR}
 """Other spellings of columns in published CSVs."""
 
-REPEATABLE = ("train/", "optim/")
-"""Prefixes of metrics that a repeated update has to give again, to the last bit."""
+REPEATABLE = (CE, Z, GRAD_NORM, LR, SKIPPED)
+"""What a repeated update has to give again, to the last bit."""
+
+BLOCK = 2**24
+"""Bytes of a log that are read at once."""
+
+KEPT = (*REPEATABLE, TPS, BPS)
+"""What is kept of our own metrics: a run of a million updates has to fit into a card's process."""
 
 Rows = dict[int, dict[str, float]]
 
@@ -75,8 +80,8 @@ class Metrics:
     def add(self, row: dict) -> None:
         """One logged update; a step that is known already counts as repeated."""
         step = int(row["step"])
-        values = {k: float(v) for k, v in row.items() if _is_number(v) and k != "step"}
-        attempt = int(values.pop("attempt", 1))
+        values = {k: float(row[k]) for k in KEPT if isinstance(row.get(k), int | float)}
+        attempt = int(row.get("attempt", 1))
         self.attempts.add(attempt)
         before = self.rows.get(step)
         if before is not None:
@@ -101,8 +106,9 @@ class MetricsReader:
             size = storage.size(self.uri)
         except FileNotFoundError:
             return self.metrics
-        if size > self._offset:
-            new = storage.read_bytes(self.uri, start=self._offset, length=size - self._offset)
+        while size > self._offset:
+            length = min(size - self._offset, BLOCK)
+            new = storage.read_bytes(self.uri, start=self._offset, length=length)
             self._offset += len(new)
             *lines, self._rest = (self._rest + new).split(b"\n")
             for line in lines:
@@ -219,8 +225,8 @@ def _difference(a: dict[str, float], b: dict[str, float]) -> float:
     """Largest |difference| of what has to repeat; infinite where only one is a number."""
     sizes = [
         abs(a[k] - b[k])
-        for k in a.keys() & b.keys()
-        if k.startswith(REPEATABLE) and a[k] != b[k] and (a[k] == a[k] or b[k] == b[k])
+        for k in REPEATABLE
+        if k in a and k in b and a[k] != b[k] and (a[k] == a[k] or b[k] == b[k])
     ]
     return max((s if s == s else float("inf") for s in sizes), default=0.0)
 
@@ -229,7 +235,3 @@ def _relative(x: float, y: float) -> float:
     if x == y:
         return 0.0
     return (x - y) / abs(y) if y else float("inf")
-
-
-def _is_number(value) -> bool:
-    return isinstance(value, int | float)

@@ -6,6 +6,7 @@ live.finished(result)   # or live.failed("why")
 """
 
 import sys
+import time
 import traceback
 from typing import Protocol
 
@@ -22,6 +23,9 @@ WHAT = {
     "build_index": "Every token file indexed, and the order of the instances computed.",
     "warm_adam": "Stage 1's end made the start of stage 2: what goes on, and what begins again.",
 }
+
+PAUSE = 20
+"""A card rests this many times as long as it took to draw."""
 
 
 class View(Protocol):
@@ -56,26 +60,34 @@ class StageCard:
         self.run_root, self.folder = run_root, folder
         self._card = card
         self._view: View | None = None
+        self._next = 0.0
         self._note = Markdown(f"{folder.replace('_', ' ')}: starting …")
         card.append(self._note)
         card.refresh()
 
     def refresh(self) -> None:
-        """Shows what is new under the run root."""
+        """Shows what is new under the run root; less often where drawing takes long."""
+        if time.monotonic() >= self._next:
+            self._draw()
+
+    def _draw(self) -> None:
+        began = time.monotonic()
         try:
             self._update()
         except Exception:
             print(f"card of {self.folder}: {traceback.format_exc()}", file=sys.stderr)
+        now = time.monotonic()
+        self._next = now + PAUSE * (now - began)
 
     def failed(self, why: str) -> None:
         """The stage has ended without a result."""
-        self.refresh()
+        self._draw()
         self._note.update(f"**Not finished.**\n\n```\n{why}\n```")
         self._card.refresh()
 
     def finished(self, result: StageResult) -> None:
         """The stage has its result; after the last stage the report page is written too."""
-        self.refresh()
+        self._draw()
         self._note.update(f"Finished in {tables.seconds(result.seconds)}.")
         if self.folder == "final_eval":
             page = html.write(self.run_root)

@@ -43,7 +43,9 @@ def test_half_a_line_of_a_killed_writer_costs_no_update(tmp_path):
     assert metrics.attempt_of[2] == 2
 
 
-def test_reader_follows_a_growing_file(tmp_path):
+@pytest.mark.parametrize("block", [2**24, 50])
+def test_reader_follows_a_growing_file(tmp_path, monkeypatch, block):
+    monkeypatch.setattr(curves, "BLOCK", block)
     file = tmp_path / "metrics.jsonl"
     reader = curves.MetricsReader(str(file))
     assert reader.read().rows == {}

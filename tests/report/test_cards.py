@@ -28,9 +28,10 @@ def kind(component):
     return component.render()["type"]
 
 
-def test_training_card_follows_the_run(tmp_path):
+def test_training_card_follows_the_run(tmp_path, monkeypatch):
     import random
 
+    monkeypatch.setattr(cards, "PAUSE", 0)
     root = write_run(tmp_path, steps=(60, 20), finished=False)
     rows = reference_curve(60, random.Random(3))
     write_stage(root / "stage1_train", {s: rows[s] for s in range(1, 11)})
@@ -85,3 +86,24 @@ def test_time_left():
     assert training_card.eta(Metrics(rows), 50) == "10.0 s left at 4 updates/s"
     assert training_card.eta(Metrics(), 50) == "starting"
     assert training_card.eta(Metrics(rows), 10) == "done"
+
+
+def test_a_card_that_takes_long_to_draw_is_drawn_less_often(tmp_path, monkeypatch):
+    import time
+
+    root = write_run(tmp_path, steps=(60, 20))
+    clock = [100.0]
+    monkeypatch.setattr(time, "monotonic", lambda: clock[0])
+    card = FakeCard()
+    live = cards.stage_card(card, str(root), "warm_adam")
+    draw = live._update
+    monkeypatch.setattr(live, "_update", lambda: (draw(), clock.__setitem__(0, clock[0] + 3.0)))
+    live.refresh()
+    drawn = card.refreshed
+    for _ in range(10):
+        clock[0] += 5
+        live.refresh()
+    assert card.refreshed == drawn, "it rests for 60 seconds"
+    clock[0] += 15
+    live.refresh()
+    assert card.refreshed == drawn + 1
