@@ -109,6 +109,8 @@ class MetricsReader:
         while size > self._offset:
             length = min(size - self._offset, BLOCK)
             new = storage.read_bytes(self.uri, start=self._offset, length=length)
+            if not new:
+                break
             self._offset += len(new)
             *lines, self._rest = (self._rest + new).split(b"\n")
             for line in lines:
