@@ -7,7 +7,7 @@ from pathlib import Path
 import crd_files
 import pytest
 import yaml
-from fake_kube.cluster import job_failure, jobset_action
+from fake_kube.policy import job_failure, jobset_action
 
 from olmo_core_jax.errors import UserError
 from olmo_core_jax.launch import job as jobs

@@ -5,15 +5,15 @@ restarts, terminalState, Foreground deletion, suspension), batch/v1 Job (podFail
 (Workload, eviction by suspending, requeue, deactivation).
 """
 
-import copy
 import random
-import re
 import socket
 import string
 import threading
 import time
 
 from .kubelet import Kubelet
+from .pods import born_as, generation, new_pod
+from .policy import job_failure, jobset_action
 from .store import Key, Store, set_condition
 
 JOBSET_GROUP, KUEUE_GROUP = "jobset.x-k8s.io", "kueue.x-k8s.io"
@@ -163,8 +163,8 @@ class Cluster(threading.Thread):
             self._set_replicated(key, jobset, ready=0, suspended=1)
             return
         attempt = jobset["status"].get("restarts", 0)
-        wanted = (str(attempt), self._generation(jobset))
-        current = [p for p in pods if self._born_as(p) == wanted]
+        wanted = (str(attempt), generation(jobset))
+        current = [p for p in pods if born_as(p) == wanted]
         if not self._gone([p for p in pods if p not in current]):
             return
         if not current:
@@ -307,30 +307,14 @@ class Cluster(threading.Thread):
     def _make_pods(self, jobset: dict, attempt: int) -> None:
         name, namespace = jobset["metadata"]["name"], jobset["metadata"]["namespace"]
         for replicated in jobset["spec"]["replicatedJobs"]:
-            job_spec = replicated["template"]["spec"]
             for slice_ in range(replicated["replicas"]):
                 job = f"{name}-{replicated['name']}-{slice_}"
                 self.kubelet.addresses[f"{job}-0.{name}"] = f"127.0.0.1:{free_port()}"
-                for host in range(job_spec["parallelism"]):
+                for host in range(replicated["template"]["spec"]["parallelism"]):
                     suffix = "".join(
                         self.random.choices(string.ascii_lowercase + string.digits, k=5)
                     )
-                    template = copy.deepcopy(job_spec["template"])
-                    meta = template.get("metadata", {})
-                    labels = (meta.get("labels") or {}) | {
-                        L + "jobset-name": name, L + "jobset-uid": jobset["metadata"]["uid"],
-                        L + "restart-attempt": str(attempt), L + "job-index": str(slice_),
-                        L + "replicatedjob-name": replicated["name"], "batch.kubernetes.io/job-name": job,
-                        "test/generation": self._generation(jobset),
-                    }  # fmt: skip
-                    annotations = (meta.get("annotations") or {}) | {
-                        "batch.kubernetes.io/job-completion-index": str(host)
-                    }
-                    pod = {
-                        "apiVersion": "v1", "kind": "Pod", "spec": template["spec"],
-                        "metadata": {"labels": labels, "annotations": annotations},
-                        "status": {"phase": "Pending"},
-                    }  # fmt: skip
+                    pod = new_pod(jobset, replicated, slice_, host, attempt)
                     made = self.store.create(("", "pods", namespace, f"{job}-{host}-{suffix}"), pod)
                     self._born[made["metadata"]["uid"]] = time.monotonic()
 
@@ -399,16 +383,6 @@ class Cluster(threading.Thread):
         self.store.update(key, change)
 
     @staticmethod
-    def _born_as(pod: dict) -> tuple[str, str]:
-        labels = pod["metadata"]["labels"]
-        return labels[L + "restart-attempt"], labels["test/generation"]
-
-    @staticmethod
-    def _generation(jobset: dict) -> str:
-        """Changes with every resume, as the child Jobs' pods do."""
-        return str(jobset["metadata"]["generation"])
-
-    @staticmethod
     def _size(jobset: dict) -> int:
         return sum(
             r["replicas"] * r["template"]["spec"]["parallelism"]
@@ -418,55 +392,6 @@ class Cluster(threading.Thread):
     @staticmethod
     def _key(body: dict, group: str, plural: str) -> Key:
         return (group, plural, body["metadata"]["namespace"], body["metadata"]["name"])
-
-
-def job_failure(jobset: dict, failed: list[dict]) -> tuple[str, str]:
-    """Reason and message of the Job's Failed condition, from podFailurePolicy (a match beats the backoff limit)."""
-    rules = (
-        jobset["spec"]["replicatedJobs"][0]["template"]["spec"]
-        .get("podFailurePolicy", {})
-        .get("rules", [])
-    )
-    for pod in failed:
-        where = f"{pod['metadata']['namespace']}/{pod['metadata']['name']}"
-        for index, rule in enumerate(rules):
-            if text := matches(rule, pod, where):
-                if rule["action"] == "FailJob":
-                    return "PodFailurePolicy", f"{text} matching FailJob rule at index {index}"
-                break
-    return "BackoffLimitExceeded", "Job has reached the specified backoff limit"
-
-
-def matches(rule: dict, pod: dict, where: str) -> str:
-    for wanted in rule.get("onPodConditions") or []:
-        for c in pod["status"].get("conditions", []):
-            if (c["type"], c["status"]) == (wanted["type"], wanted.get("status", "True")):
-                return f"Pod {where} has condition {c['type']}"
-    if codes := rule.get("onExitCodes"):
-        for status in pod["status"].get("containerStatuses", []):
-            code = status["state"]["terminated"]["exitCode"]
-            inside = code in codes["values"]
-            if (
-                code
-                and status["name"] == codes.get("containerName", status["name"])
-                and inside == (codes["operator"] == "In")
-            ):
-                return f"Container {status['name']} for pod {where} failed with exit code {code}"
-    return ""
-
-
-def jobset_action(policy: dict, reason: str, message: str) -> str:
-    """The first rule that fits; RestartJobSet where none does."""
-    for rule in policy.get("rules") or []:
-        reasons, patterns = (
-            rule.get("onJobFailureReasons") or [],
-            rule.get("onJobFailureMessagePatterns") or [],
-        )
-        if (not reasons or reason in reasons) and (
-            not patterns or any(re.search(p, message) for p in patterns)
-        ):
-            return rule["action"]
-    return "RestartJobSet"
 
 
 def free_port() -> int:
