@@ -12,12 +12,12 @@ from typing import Any
 from olmo_core_jax.recipes.schema import Model
 
 # place in our tree -> (Hugging Face, OLMo-core); {i} is the layer
-TOP = {
+TOP: dict[tuple[str, ...], tuple[str, str]] = {
     ("embed", "weight"): ("model.embed_tokens.weight", "embeddings.weight"),
     ("final_norm", "weight"): ("model.norm.weight", "lm_head.norm.weight"),
     ("lm_head", "weight"): ("lm_head.weight", "lm_head.w_out.weight"),
 }
-LAYER = {
+LAYER: dict[tuple[str, ...], tuple[str, str]] = {
     ("attn", "q"): ("self_attn.q_proj", "attention.w_q"),
     ("attn", "k"): ("self_attn.k_proj", "attention.w_k"),
     ("attn", "v"): ("self_attn.v_proj", "attention.w_v"),
@@ -65,7 +65,7 @@ def leaves(cfg: Model) -> list[Leaf]:
     """
     wide, narrow = cfg.n_heads * cfg.head_dim, cfg.n_kv_heads * cfg.head_dim
     d, f, places = cfg.d_model, cfg.mlp_hidden, len(cfg.pattern)
-    shapes = {
+    shapes: dict[tuple[str, ...], tuple[int, ...]] = {
         ("attn", "q"): (wide, d),
         ("attn", "k"): (narrow, d),
         ("attn", "v"): (narrow, d),

@@ -26,7 +26,7 @@ class OrbaxStep:
     def __init__(self, path: str):
         self.where = path.rstrip("/")
         folder, _, name = self.where.rpartition("/")
-        reason = "its name is no step number"
+        reason: str | None = "its name is no step number"
         if name.isdigit():
             reason = step_directory.problem(folder or ".", int(name))
         if reason is not None:
@@ -103,7 +103,7 @@ class OrbaxStep:
     def lazy(self, path: tuple[str, ...]) -> LazyArray:
         """An array of the step that is read when it is asked for, cut as it is on disk."""
         array = self.array(path)
-        chunk = tuple(array.chunk_layout.read_chunk.shape or ())
+        chunk = tuple(n or 1 for n in array.chunk_layout.read_chunk.shape or ())
         read = lambda where: self._values(array[where] if where else array, path)  # noqa: E731
         return LazyArray(tuple(array.shape), array.dtype.numpy_dtype, chunk, read)
 

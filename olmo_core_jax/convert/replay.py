@@ -78,17 +78,19 @@ def native_state(
 
 def on_device(tree: dict, shardings: dict) -> dict:
     """Arrays on these shardings from LazyArrays; a process reads only what its devices hold."""
-    flat, out = dict(flatten(shardings)), {}
+    flat: dict = dict(flatten(shardings))
+    out: dict = {}
     for path, lazy in flatten(tree):
         put(out, path, _array(lazy, flat[path]))
     return out
 
 
 def _array(lazy: LazyArray, sharding) -> jax.Array:
-    def read(index: tuple[slice, ...]) -> np.ndarray:
+    def read(index) -> np.ndarray:
         bounds = [slice(*s.indices(n)[:2]) for s, n in zip(index, lazy.shape, strict=True)]
         leading = tuple(bounds[:2])
-        return lazy.read(leading)[(..., *bounds[len(leading) :])]
+        values = lazy.read(leading)
+        return values[(*(slice(None) for _ in leading), *bounds[len(leading) :])]
 
     return jax.make_array_from_callback(lazy.shape, sharding, read)
 

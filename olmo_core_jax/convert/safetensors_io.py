@@ -164,7 +164,9 @@ class SafetensorsWriter:
     def __init__(self, path: str | os.PathLike, specs: Mapping[str, Spec]):
         self.path = Path(path)
         self._partial = self.path.with_name(f".{self.path.name}.partial")
-        header, self._places, end = {"__metadata__": {"format": "pt"}}, {}, 0
+        header: dict[str, dict] = {"__metadata__": {"format": "pt"}}
+        self._places: dict[str, tuple[Spec, int]] = {}
+        end = 0
         for name, spec in specs.items():
             header[name] = {
                 "dtype": CODES[spec.dtype],
@@ -187,7 +189,7 @@ class SafetensorsWriter:
         spec, begin = self._places[name]
         assert rows.dtype == spec.dtype, (name, rows.dtype, spec.dtype)
         row = int(np.prod(spec.shape[1:], dtype=np.int64)) * spec.dtype.itemsize
-        data = memoryview(np.ascontiguousarray(rows).view(np.uint8).reshape(-1))
+        data = np.ascontiguousarray(rows).view(np.uint8).reshape(-1).data
         offset = self._start + begin + start * row
         while data:
             done = os.pwrite(self._fd, data[: 2**30], offset)

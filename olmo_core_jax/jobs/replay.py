@@ -9,6 +9,7 @@ import dataclasses
 import io
 import logging
 import sys
+from collections.abc import Callable
 from contextlib import closing
 
 from olmo_core_jax import storage
@@ -109,7 +110,7 @@ def _updates(context: Context, window: Window, stage: Stage, grid, state, curve)
         build_stage_data(where, recipe, window.stage)
     index, order = open_stage_data(where, stage)
     plan = mesh.plan_batch(stage, context.topology, grid)
-    update = step.make_train_step(
+    update: Callable = step.make_train_step(
         recipe.model,
         stage,
         recipe.precision,
@@ -132,7 +133,8 @@ def _updates(context: Context, window: Window, stage: Stage, grid, state, curve)
     with closing(loader):
         for number, _, batch in loader:
             whole = mesh.global_batch(grid, stage.batch_instances, rows, batch)
-            state, metrics = update(state, whole, np.float32(learning_rate(stage, number)))
+            rate = np.float32(learning_rate(stage, number))
+            state, metrics = update(state, whole, rate)
             gaps.append(replay.compare_update(number, stage, metrics, curve[number]))
             log.info("update %d: CE differs by %.2g", number, gaps[-1].ce_gap)
     return state, gaps
