@@ -92,7 +92,9 @@ def process_id(topology: Topology, env: Mapping[str, str] = os.environ) -> int:
         return 0
     if d.process_id is not None:
         return d.process_id
-    if d.mode == "explicit" or "TPU_WORKER_HOSTNAMES" not in env:
+    # Two processes a host are listed by address, and JAX reads that list first.
+    listed = env.get("TPU_PROCESS_ADDRESSES") or env.get("TPU_WORKER_HOSTNAMES")
+    if d.mode == "explicit" or not listed:
         return int(env.get("OLMO_PROCESS_ID", env.get("JOB_COMPLETION_INDEX", "0")))
-    hosts = len(env["TPU_WORKER_HOSTNAMES"].split(","))
-    return int(env.get("MEGASCALE_SLICE_ID", "0")) * hosts + int(env.get("TPU_WORKER_ID", "0"))
+    processes = len(listed.split(","))
+    return int(env.get("MEGASCALE_SLICE_ID", "0")) * processes + int(env.get("TPU_WORKER_ID", "0"))

@@ -30,6 +30,9 @@ SIGTERM_EXIT = 143
 """A process that SIGTERM met before its handler stood: a preemption too."""
 
 COORDINATOR_PORT = 8482
+DISTRIBUTED = ("train", "evaluate", "replay")
+"""Modules whose processes work as one job; several of any other would write over each other."""
+
 FINAL_CODES = (USER_ERROR, LOCKED, DIVERGED)
 PREEMPTED_CODES = (PREEMPTED, SIGTERM_EXIT)
 
@@ -45,6 +48,11 @@ def render(
     progress, and which checkpoint it starts from.
     """
     gke = profile.gke_of(job.folder)
+    if gke.processes > 1 and job.module not in DISTRIBUTED:
+        raise UserError(
+            f"{job.folder} runs in one process, and {gke.shape} has {gke.processes}: "
+            f"give it a shape of one host in the launch profile, under gke_stages.{job.folder.partition('/')[0]}"
+        )
     name = names.jobset_name(job.run_root, job.folder)
     command = [gke.python, *job.arguments(pod_topology(profile.topology_of(job.folder), gke, name))]
     spec: Manifest = {

@@ -16,6 +16,7 @@ from olmo_core_jax.launch.check import check
 from olmo_core_jax.launch.gke_profile import GKE
 from olmo_core_jax.launch.jobset import launch_digest, render
 from olmo_core_jax.launch.profile import Profile, load_profile
+from olmo_core_jax.topology import Topology, process_id
 
 crds = crd_files.crds
 INFRA = Path(__file__).resolve().parents[2] / "infra"
@@ -206,6 +207,22 @@ def test_cpu_and_gpu_hosts_are_told_their_coordinator():
     )
     tpu = " ".join(pod_of(render(JOB, gke()))["containers"][0]["command"])
     assert "coordinator" not in tpu and '"platform":"tpu"' in tpu and '"attention":"splash"' in tpu
+
+
+@pytest.mark.parametrize("maker", [jobs.convert_weights, jobs.build_index, jobs.warm_adam])
+def test_a_stage_of_one_process_is_not_given_several(maker):
+    job = maker("olmo3_7b", RUN)
+    with pytest.raises(UserError, match=f"{job.folder} runs in one process.*gke_stages.{job.folder}"):
+        render(job, gke())
+    render(job, gke(shape="v5p-2x2x1"))
+
+
+def test_process_numbers():
+    worker = {"TPU_WORKER_ID": "3", "MEGASCALE_SLICE_ID": "1", "TPU_WORKER_HOSTNAMES": "a,b,c,d"}
+    assert process_id(Topology(), worker) == 7
+    two_a_host = worker | {"TPU_PROCESS_ADDRESSES": ",".join(f"{h}:{p}" for h in "abcd" for p in (1, 2))}
+    assert process_id(Topology(), two_a_host) == 11
+    assert process_id(Topology(), {"JOB_COMPLETION_INDEX": "5"}) == 5
 
 
 def failed_pod(code: int, disrupted: bool = False) -> dict:
