@@ -1,6 +1,7 @@
-"""Cross-entropy and z-loss of the head, without ever holding all logits, and the divisor that makes them a mean.
+"""Cross-entropy and z-loss of the head, without ever holding all logits, and their divisor.
 
-B batch, S sequence, D model width, V vocabulary (padded), T positions of a chunk.
+B batch, S sequence, D model width, V vocabulary (padded; padding takes part in the softmax),
+T positions of a chunk.
 """
 
 from functools import partial
@@ -13,14 +14,14 @@ from olmo_core_jax.errors import UserError
 
 
 class Targets(NamedTuple):
-    """Position t's target is token t+1. keep says which positions count."""
+    """Position t's target is token t + 1; keep says which positions count."""
 
     labels_BS: jax.Array  # int32
     keep_BS: jax.Array  # bool
 
 
 class HeadLoss(NamedTuple):
-    """f32 scalars, each already divided. total = ce + z; only total carries gradients."""
+    """f32 scalars, each already divided. total = ce + z, and only total carries gradients."""
 
     total: jax.Array
     ce: jax.Array
@@ -28,15 +29,19 @@ class HeadLoss(NamedTuple):
 
 
 def shifted_targets(tokens_BS, instance_mask_B, ignored_id: int | None = None) -> Targets:
-    """Targets of a batch: no target at the last position, none in a masked instance, none equal to ignored_id."""
+    """The targets of a batch: none at the last position, in a masked instance, or equal to
+    ignored_id. End-of-document tokens, and the first token after one, are targets like any other.
+    """
     labels = jnp.concatenate([tokens_BS[:, 1:], jnp.zeros_like(tokens_BS[:, :1])], axis=1)
-    keep = jnp.broadcast_to(instance_mask_B[:, None], labels.shape).at[:, -1].set(False)
+    inside = jnp.arange(labels.shape[1]) < labels.shape[1] - 1
+    keep = inside & jnp.asarray(instance_mask_B)[:, None]
     return Targets(labels, keep if ignored_id is None else keep & (labels != ignored_id))
 
 
 def loss_divisor(targets: Targets, instance_mask_B) -> jax.Array:
-    """OLMo-core's D: the targets that count, plus S (not S-1) for every masked instance, as if its loss were 0."""
-    masked = jnp.sum(~instance_mask_B) * targets.labels_BS.shape[1]
+    """OLMo-core's D: the targets that count, plus S (not S - 1) for every masked instance, whose
+    tokens so enter the mean with loss 0 (train_module.py, batch_num_tokens_for_loss)."""
+    masked = jnp.sum(~jnp.asarray(instance_mask_B)) * targets.labels_BS.shape[1]
     return (jnp.sum(targets.keep_BS) + masked).astype(jnp.float32)
 
 
@@ -45,13 +50,13 @@ def head_loss(
 ) -> HeadLoss:
     """(sum CE + z_multiplier * sum logsumexp^2) / divisor over the kept targets.
 
-    h_BSD is in the compute dtype, head_VD the master weight; logits and sums are fp32. When differentiated, loss and
-    gradients come out of the same pass over the chunks, so no logits are kept or computed twice.
-    Raises UserError when `chunks` does not divide S.
+    h_BSD is in the compute dtype, head_VD the master weight; logits and sums are fp32. When it is
+    differentiated, loss and gradients come out of one pass over the chunks: no logits are kept or
+    computed twice. Raises UserError when `chunks` does not divide S.
     """
     if h_BSD.shape[1] % chunks:
         raise UserError(
-            f"topology: loss_chunks {chunks} does not divide the sequence length {h_BSD.shape[1]}"
+            f"topology: loss_chunks {chunks} does not divide the sequence of {h_BSD.shape[1]}"
         )
     total, ce, z = _head_loss(h_BSD, head_VD, *targets, 1 / divisor, z_multiplier, chunks)
     return HeadLoss(total, jax.lax.stop_gradient(ce), jax.lax.stop_gradient(z))
@@ -61,39 +66,45 @@ def head_loss(
 def _head_loss(h_BSD, head_VD, labels_BS, keep_BS, scale, z_multiplier, chunks):
     head = head_VD.astype(h_BSD.dtype)
 
-    def step(sums, chunk):
-        h, labels, keep = chunk
+    def chunk(sums, inputs):
+        h, labels, keep = inputs
         ce, z, _, _ = _chunk_sums(h, head, labels, keep)
         return (sums[0] + ce, sums[1] + z), None
 
-    (ce, z), _ = jax.lax.scan(step, (0.0, 0.0), _chunked(chunks, h_BSD, labels_BS, keep_BS))
+    (ce, z), _ = jax.lax.scan(chunk, (0.0, 0.0), _chunked(chunks, h_BSD, labels_BS, keep_BS))
     return _scaled(ce, z, scale, z_multiplier)
 
 
 def _forward(h_BSD, head_VD, labels_BS, keep_BS, scale, z_multiplier, chunks):
     head = head_VD.astype(h_BSD.dtype)
 
-    def step(carry, chunk):
-        ce_sum, z_sum, d_head = carry
-        h, labels, keep = chunk
+    def chunk(carry, inputs):
+        ce_sum, z_sum, d_head_DV = carry
+        h, labels, keep = inputs
         ce, z, logits, lse = _chunk_sums(h, head, labels, keep)
-        probabilities = jnp.exp(logits - lse[..., None])
+        lse = lse[..., None]
         hit = labels[..., None] == jnp.arange(logits.shape[-1])
-        slope = probabilities * (1 + 2 * z_multiplier * lse[..., None]) - hit
+        slope = jnp.exp(logits - lse) * (1 + 2 * z_multiplier * lse) - hit
         d_logits = (slope * (keep * scale)[..., None]).astype(h.dtype)
         d_h = jnp.einsum("btv,vd->btd", d_logits, head)
-        d_head += jnp.einsum("btv,btd->vd", d_logits, h, preferred_element_type=jnp.float32)
-        return (ce_sum + ce, z_sum + z, d_head), d_h
+        # D x V, not V x D: so d_logits is read as it lies, and only the small h is transposed.
+        d_head_DV += jnp.einsum("btd,btv->dv", h, d_logits, preferred_element_type=jnp.float32)
+        return (ce_sum + ce, z_sum + z, d_head_DV), d_h
 
-    start = (0.0, 0.0, jnp.zeros(head_VD.shape, jnp.float32))
-    (ce, z, d_head), d_h = jax.lax.scan(step, start, _chunked(chunks, h_BSD, labels_BS, keep_BS))
+    start = (0.0, 0.0, jnp.zeros(head_VD.shape[::-1], jnp.float32))
+    inputs = _chunked(chunks, h_BSD, labels_BS, keep_BS)
+    (ce, z, d_head_DV), d_h = jax.lax.scan(chunk, start, inputs)
+    # Barriers: the transposition is done once, here, neither again by every reader of the gradient
+    # nor inside the product (of which XLA's CPU backend has no transposed bf16 version).
+    d_head_DV = jax.lax.optimization_barrier(d_head_DV)
+    d_head_VD = jax.lax.optimization_barrier(d_head_DV.T.astype(head_VD.dtype))
     d_h_BSD = jnp.moveaxis(d_h, 0, 2).reshape(h_BSD.shape)
-    return _scaled(ce, z, scale, z_multiplier), (d_h_BSD, d_head.astype(head_VD.dtype))
+    return _scaled(ce, z, scale, z_multiplier), (d_h_BSD, d_head_VD)
 
 
 def _backward(z_multiplier, chunks, residuals, cotangents):
     d_h, d_head = residuals
-    ct = cotangents[0]
+    ct = cotangents[0]  # of the total; ce and z are reported, not differentiated
     return d_h * ct.astype(d_h.dtype), d_head * ct.astype(d_head.dtype), None, None, None
 
 
@@ -105,15 +116,16 @@ def _scaled(ce, z, scale, z_multiplier):
     return ce + z, ce, z
 
 
-def _chunked(chunks, *arrays):
-    """Position s goes to chunk s % chunks, so that a sharded sequence axis stays sharded inside every chunk."""
+def _chunked(chunks: int, *arrays):
+    """Chunks along a new first axis. Position s goes to chunk s % chunks, so that a sequence that is
+    split over devices stays split in every chunk."""
     return tuple(
         jnp.moveaxis(a.reshape(a.shape[0], -1, chunks, *a.shape[2:]), 2, 0) for a in arrays
     )
 
 
 def _chunk_sums(h_BTD, head_VD, labels_BT, keep_BT):
-    """Sums of CE and logsumexp^2 over the kept positions, with the fp32 logits and logsumexps they came from."""
+    """Sums of CE and logsumexp^2 over kept positions, and the fp32 logits and logsumexps."""
     logits = jnp.einsum("btd,vd->btv", h_BTD, head_VD, preferred_element_type=jnp.float32)
     lse = jax.nn.logsumexp(logits, axis=-1)
     at_label = jnp.take_along_axis(logits, labels_BT[..., None], axis=-1)[..., 0]
