@@ -9,6 +9,7 @@ import time
 from contextlib import closing
 
 from olmo_core_jax import storage
+from olmo_core_jax.errors import Preempted
 from olmo_core_jax.jobs.common import Context, Job, Outcome, main
 from olmo_core_jax.recipes.schema import TRAINING_STAGES, Stage
 from olmo_core_jax.results import digest_of
@@ -21,6 +22,12 @@ UPSTREAM = {"stage1": "convert_weights", "stage2": "warm_adam"}
 
 def flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--stage", required=True, choices=TRAINING_STAGES)
+    parser.add_argument(
+        "--interrupt",
+        default="",
+        metavar="N:term|kill|save,...",
+        help="end attempt after attempt at these updates, to prove that a resume is exact",
+    )
 
 
 def folder(args: argparse.Namespace) -> str:
@@ -42,19 +49,26 @@ def work(context: Context) -> Outcome:
     began = time.monotonic()
     distributed.initialize(context.topology)
     log.info(distributed.describe())
-    with contextlib.ExitStack() as open_things:
-        trainer = _trainer(context, open_things)
-        trainer.run()
-        return _outcome(context, trainer, time.monotonic() - began)
+    try:
+        with contextlib.ExitStack() as open_things:
+            trainer = _trainer(context, open_things)
+            trainer.run()
+            outcome = _outcome(context, trainer, time.monotonic() - began)
+    except Preempted:  # by agreement: every process stops after the same update
+        distributed.leave()
+        raise
+    distributed.leave()
+    return outcome
 
 
 def _trainer(context: Context, open_things: contextlib.ExitStack):
     """Everything that the loop needs, from the recipe, the topology and what is on disk."""
     import jax
 
+    from olmo_core_jax.data.preflight import preflight
     from olmo_core_jax.data.stage_data import open_stage_data
     from olmo_core_jax.optim.schedules import check_schedule
-    from olmo_core_jax.train import loop, mesh, metrics, resume, step
+    from olmo_core_jax.train import interruption, loop, mesh, metrics, resume, step
 
     recipe, stage, topology = context.recipe, context.args.stage, context.topology
     section = recipe.stage(stage)
@@ -67,6 +81,8 @@ def _trainer(context: Context, open_things: contextlib.ExitStack):
     upstream = context.upstream(UPSTREAM[stage], "checkpoints")
     start = resume.starting_state(recipe, stage, index, grid, store, upstream)
     first_step = int(start.state.step) + 1
+    if jax.process_index() == 0 and first_step <= section.last_step:
+        preflight(index, order, section, stage)  # before anything is trained on changed data
     rows = mesh.local_rows(grid, section.batch_instances)
     trainer = loop.Trainer(
         stage=section,
@@ -97,6 +113,8 @@ def _trainer(context: Context, open_things: contextlib.ExitStack):
         trainer.metrics = open_things.enter_context(closing(writer))
         trainer.instances = metrics.LineLog(context.path("instances.jsonl"))
         open_things.callback(trainer.instances.flush)
+        plan = context.args.interrupt
+        trainer.interruption = interruption.of_attempt(plan, writer.attempt)
         _note_attempt(context, trainer, writer.attempt, first_step)
     return trainer
 

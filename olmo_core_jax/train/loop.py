@@ -24,6 +24,7 @@ from olmo_core_jax.optim.schedules import learning_rate
 from olmo_core_jax.recipes.schema import Stage
 from olmo_core_jax.train.checkpoint import CheckpointStore
 from olmo_core_jax.train.delivered import Delivered
+from olmo_core_jax.train.interruption import Interruption
 from olmo_core_jax.train.mesh import global_batch
 from olmo_core_jax.train.metrics import LineLog, Meter, MetricsWriter, Update
 from olmo_core_jax.train.resume import state_tree
@@ -72,6 +73,7 @@ class Trainer:
     metrics: MetricsWriter | None = None
     instances: LineLog | None = None
     skipped: int = 0
+    interruption: Interruption | None = None
     last: Update | None = None
     _bad_in_a_row: int = field(default=0, init=False)
     _in_flight: deque = field(default_factory=deque, init=False)
@@ -94,6 +96,7 @@ class Trainer:
         while step < self.stage.last_step:
             step += 1
             self._dispatch(step, vote)
+            self._strike(step, "update")
             stop = self._settle(leave=1)
             if stop or self._is_saved(step):
                 self._settle(leave=0)
@@ -206,3 +209,8 @@ class Trainer:
                 "checkpoint %d: run step %d, schedule %d, Adam %d, batches %d, tokens %d (%.2f s)",
                 *(step, made, step, adam, given, meta["tokens_seen"], time.monotonic() - began),
             )
+            self._strike(step, "save")
+
+    def _strike(self, step: int, moment) -> None:
+        if self.interruption is not None:
+            self.interruption.strike(step, moment)

@@ -79,8 +79,9 @@ class MetricsWriter:
         self.attempt = self._lines.attempt
         self._board = FileWriter(folder, flush_secs=30)
         # TensorBoard forgets what an earlier attempt logged from here on.
-        start = Event(session_log=SessionLog(status=SessionLog.START))
-        self._board.add_event(start, first_step)
+        self._board.add_event(Event(step=first_step, file_version="brain.Event:2"))
+        start = SessionLog(status=SessionLog.START)
+        self._board.add_event(Event(step=first_step, session_log=start))
 
     def write(self, step: int, values: dict[str, float]) -> None:
         """One update's values; floats keep all their digits."""

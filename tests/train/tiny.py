@@ -82,7 +82,7 @@ def context(
     recipe = recipes.load_recipe(recipe_path)
     if not Path(run_root, "build_index", stage).exists():
         build_index(run_root, recipe, stage)
-    args = argparse.Namespace(recipe=recipe_path, run_root=str(run_root), stage=stage)
+    args = argparse.Namespace(stage=stage, interrupt="")
     folder = storage.join(str(run_root), f"{stage}_train")
     return Context(recipe, str(run_root), folder, args, topology or Topology(), StopRequest(25))
 

@@ -1,0 +1,77 @@
+import json
+
+import pytest
+import tiny
+
+from olmo_core_jax.compare.paired import compare_runs
+from olmo_core_jax.errors import UserError
+from olmo_core_jax.train.interruption import Interruption, of_attempt, parse_plan
+
+
+def test_a_plan_gives_every_attempt_its_own():
+    plan = "7:term, 13:kill,20:save"
+    assert parse_plan(plan) == [
+        Interruption(7, "term"),
+        Interruption(13, "kill"),
+        Interruption(20, "save"),
+    ]
+    assert of_attempt(plan, 2) == Interruption(13, "kill")
+    assert of_attempt(plan, 4) is None and of_attempt("", 1) is None
+
+
+@pytest.mark.parametrize(
+    "plan", ["7", "7:stop", "x:kill", "7:kill,7:kill", "9:kill,8:term", "1:kill"]
+)
+def test_a_plan_that_cannot_be_is_refused(plan):
+    with pytest.raises(UserError, match=r"interruption"):
+        parse_plan(plan)
+
+
+@pytest.fixture(scope="module")
+def two_runs(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("paired")
+    recipe = tiny.write_recipe(folder / "recipe", 8, every=4)
+    tiny.train(tiny.context(recipe, folder / "a"))
+    tiny.train(tiny.context(recipe, folder / "b"), stop_after=6)
+    tiny.train(tiny.context(recipe, folder / "b"))
+    return folder / "a", folder / "b"
+
+
+def test_equal_runs_are_the_same(two_runs):
+    found = compare_runs(*map(str, two_runs), "stage1", 8)
+    assert found.same and found.updates == 8 and found.attempts == 2
+    assert found.array_count == len(tiny.final_arrays(two_runs[0], 8))
+    assert all(entry == (0.0, 0) for entry in found.largest.values())
+
+
+@pytest.mark.parametrize("harm", ["loss", "batch", "array", "missing"])
+def test_any_difference_is_found(two_runs, tmp_path, harm):
+    import shutil
+
+    other = tmp_path / "b"
+    shutil.copytree(two_runs[1], other)
+    stage = other / "stage1_train"
+    if harm == "array":
+        file = stage / "checkpoints/8/meta/metadata"
+        meta = json.loads(file.read_text())
+        meta["checksums"]["params/embed/weight"] ^= 1
+        file.write_text(json.dumps(meta))
+    elif harm == "batch":
+        file = stage / "instances.jsonl"
+        lines = [json.loads(line) for line in file.read_text().splitlines()]
+        lines[4]["tokens_digest"] = "0" * 64
+        file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    else:
+        file = stage / "metrics/metrics.jsonl"
+        lines = [json.loads(line) for line in file.read_text().splitlines()]
+        if harm == "missing":
+            del lines[3]
+        else:
+            lines[5]["train/CE loss"] += 2**-22
+        file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    found = compare_runs(str(two_runs[0]), str(other), "stage1", 8)
+    assert not found.same
+    assert found.missing == ([4] if harm == "missing" else [])
+    assert found.other_batches == ([5] if harm == "batch" else [])
+    assert found.arrays == (["params/embed/weight"] if harm == "array" else [])
+    assert found.largest["train/CE loss"] == ((2**-22, 6) if harm == "loss" else (0.0, 0))
