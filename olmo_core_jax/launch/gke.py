@@ -90,9 +90,8 @@ class Launcher:
         """Creates the JobSet, or finds the one that is there. None: a launch of ours had already finished the stage."""
         jobset = self._find()
         if jobset is None:
-            if progress.launches(self.job.run_root, self.job.folder) and progress.is_finished(
-                self.job
-            ):
+            self._await_orphans()
+            if self._finished() and progress.launches(self.job.run_root, self.job.folder):
                 return None
             return self._create(1)
         if annotation(jobset, names.RUN_ROOT) != names.canonical(self.job.run_root):
@@ -103,7 +102,10 @@ class Launcher:
             self.say("an earlier JobSet is being deleted; waiting for its end")
             self._wait_until_gone(jobset)
             return self._create(1)
-        if (jobset.get("status") or {}).get("terminalState") and annotation(jobset, names.REPORTED):
+        ended = (jobset.get("status") or {}).get("terminalState")
+        if ended and self._finished():
+            return jobset
+        if ended and annotation(jobset, names.REPORTED):
             return self._replace(jobset, 1)
         if annotation(jobset, names.DIGEST) != launch_digest(self.job, self.profile):
             self.say(
@@ -179,10 +181,13 @@ class Launcher:
         return Seen(
             jobset=jobset,
             workload=workload,
-            finished=self._patiently(lambda: progress.is_finished(self.job)),
+            finished=self._finished(),
             step=self._patiently(lambda: progress.newest_step(self.job)),
             pods=self.kube.select(k8s.PODS, labels=f"jobset.sigs.k8s.io/jobset-name={self.name}"),
         )
+
+    def _finished(self) -> bool:
+        return self._patiently(lambda: progress.is_finished(self.job))
 
     def _patiently(self, read: Callable[[], Any]) -> Any:
         """A read of the run root; storage that fails is asked again and never taken for an empty one."""
@@ -283,16 +288,20 @@ class Launcher:
 
     def _deleted(self, jobset: Object) -> Object | None:
         """Somebody deleted it, or its time to live was over."""
-        if self._patiently(lambda: progress.is_finished(self.job)):
+        self._await_orphans()
+        if self._finished():
             self._tell("the JobSet is gone; the stage's result is there")
             return None
-        while self._pods_alive():  # whatever the API says, pods that run are a job that runs
-            self._tell("the API shows no JobSet, but its pods are there; waiting")
-            self.sleep(CONFIRM_SECONDS)
         if (there := self._find()) is not None:
             return there  # the turn that follows compares its uid
         self.say("the JobSet was deleted, not by this controller; submitting it again")
         return self._create(1)
+
+    def _await_orphans(self) -> None:
+        """Whatever the API says of the JobSet, pods that run are a job that runs."""
+        while not self._finished() and self._pods_alive():
+            self._tell("the API shows no JobSet, but its pods are there; waiting")
+            self.sleep(CONFIRM_SECONDS)
 
     def _find(self) -> Object | None:
         """The JobSet; None only when the API server has said twice that there is none."""

@@ -255,6 +255,32 @@ def test_one_wrong_404_is_not_a_deletion(tmp_path):
         assert len(lab.api.seen("create", "jobsets")) == 1
 
 
+def test_pods_without_a_jobset_are_waited_for(tmp_path):
+    """Deleted so that its pods stayed: a second JobSet would be a second trainer."""
+    with Lab(tmp_path, flags=["--steps=100", "--pause=0.02"]) as lab:
+        controller = lab.start()
+        pods = lab.running()
+        with lab.cluster.guard:
+            key = (
+                "jobset.x-k8s.io",
+                "jobsets",
+                "default",
+                lab.cluster.jobset()["metadata"]["name"],
+            )
+            lab.store.remove(key)
+        lab.until(lambda: said(lab, "its pods are there; waiting"))
+
+        def ended():
+            lab.cluster._observe(
+                [p for p in pods if lab.store.find(("", "pods", "default", p["metadata"]["name"]))]
+            )
+            return not controller.is_alive()
+
+        lab.until(ended)
+        assert controller.finish().outputs["state"] == chain(100)
+        assert len(lab.leaders()) == 1 and len(lab.api.seen("create", "jobsets")) == 1
+
+
 def test_deletion_after_the_result_is_success(tmp_path):
     with Lab(tmp_path) as lab:
         lab.launcher().submit()

@@ -212,7 +212,9 @@ def test_cpu_and_gpu_hosts_are_told_their_coordinator():
 @pytest.mark.parametrize("maker", [jobs.convert_weights, jobs.build_index, jobs.warm_adam])
 def test_a_stage_of_one_process_is_not_given_several(maker):
     job = maker("olmo3_7b", RUN)
-    with pytest.raises(UserError, match=f"{job.folder} runs in one process.*gke_stages.{job.folder}"):
+    with pytest.raises(
+        UserError, match=f"{job.folder} runs in one process.*gke_stages.{job.folder}"
+    ):
         render(job, gke())
     render(job, gke(shape="v5p-2x2x1"))
 
@@ -220,7 +222,9 @@ def test_a_stage_of_one_process_is_not_given_several(maker):
 def test_process_numbers():
     worker = {"TPU_WORKER_ID": "3", "MEGASCALE_SLICE_ID": "1", "TPU_WORKER_HOSTNAMES": "a,b,c,d"}
     assert process_id(Topology(), worker) == 7
-    two_a_host = worker | {"TPU_PROCESS_ADDRESSES": ",".join(f"{h}:{p}" for h in "abcd" for p in (1, 2))}
+    two_a_host = worker | {
+        "TPU_PROCESS_ADDRESSES": ",".join(f"{h}:{p}" for h in "abcd" for p in (1, 2))
+    }
     assert process_id(Topology(), two_a_host) == 11
     assert process_id(Topology(), {"JOB_COMPLETION_INDEX": "5"}) == 5
 
