@@ -131,7 +131,7 @@ def describe(recipe: Recipe, stages: list[StagePlan], shape: str | None, mfu: fl
     if first is not last:
         before, after = (
             list(first.learning_rates.values())[-1],
-            list(last.learning_rates.values())[0],
+            next(iter(last.learning_rates.values())),
         )
         lines += [
             "",

@@ -214,7 +214,8 @@ class SkipRule(Strict):
     sigma: float = Field(6.0, gt=0)
     persist_window: bool = Field(
         False,
-        description="true: the window continues over restarts *and stages*; false: a stage starts with an empty one (as OLMo-core). Within a stage it is always in the checkpoint.",
+        description="false: a stage starts with an empty window, as in OLMo-core; true: with the last stage's. Within a "
+        "stage the window is in every checkpoint.",
     )
 
 

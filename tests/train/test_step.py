@@ -228,7 +228,7 @@ def test_pad_targets_are_left_out_when_the_recipe_says_so():
 def test_settings_that_cannot_be_are_refused():
     with pytest.raises(UserError, match="accumulation 3 does not divide the 4 instances"):
         make_train_step(MODEL, stage(), topology=Topology(accumulation=3))
-    with pytest.raises(UserError, match="remat 'everything' is unknown.*selective"):
+    with pytest.raises(UserError, match=r"remat 'everything' is unknown.*selective"):
         train(updates=1, remat="everything")
     with pytest.raises(UserError, match="warmup 101 is longer"):
         make_train_step(MODEL, stage(schedule=Cosine(peak=1e-3, warmup=101)))
