@@ -88,7 +88,7 @@ class Model(Strict):
 class Tokenizer(Strict):
     name: str = Field(description="fills {TOKENIZER} in mixes")
     path: str | None = Field(
-        None, description="folder with tokenizer.json; needed for evaluation tasks"
+        default=None, description="folder with tokenizer.json; needed for evaluation tasks"
     )
     eos_id: int
     pad_id: int
@@ -118,7 +118,7 @@ class Weights(Strict):
     hf: str | None = None
     revision: str | None = None
     parity: str | None = Field(
-        None, description="npz with tokens [B,S] and the reference's fp32 logits [B,S,V]"
+        default=None, description="npz with tokens [B,S] and the reference's fp32 logits [B,S,V]"
     )
     init_seed: int = 0
 
@@ -140,7 +140,7 @@ class Data(Strict):
     max_target_sequence_length: int | None = None
     seed: int
     dtype: Literal["uint8", "uint16", "uint32", "uint64"] | None = Field(
-        None, description="default: smallest that holds the vocabulary"
+        default=None, description="default: smallest that holds the vocabulary"
     )
     source_permutation_seed: int | None = None
     repetition_filter: RepetitionFilter | None = None
@@ -153,8 +153,10 @@ class Cosine(Strict):
     kind: Literal["cosine"] = "cosine"
     peak: float = Field(gt=0)
     warmup: int = Field(ge=0)
-    alpha_f: float = Field(0.1, ge=0)
-    max_tokens: int | None = Field(None, description="sets T; default: the stage's max_tokens")
+    alpha_f: float = Field(default=0.1, ge=0)
+    max_tokens: int | None = Field(
+        default=None, description="sets T; default: the stage's max_tokens"
+    )
 
 
 class HalfCosine(Strict):
@@ -163,7 +165,7 @@ class HalfCosine(Strict):
     kind: Literal["half_cosine"] = "half_cosine"
     peak: float = Field(gt=0)
     warmup: int = Field(ge=0)
-    alpha_f: float = Field(0.1, ge=0)
+    alpha_f: float = Field(default=0.1, ge=0)
     max_tokens: int | None = None
 
 
@@ -172,8 +174,8 @@ class Linear(Strict):
 
     kind: Literal["linear"] = "linear"
     peak: float = Field(gt=0)
-    warmup: int = Field(0, ge=0)
-    alpha_f: float = Field(0.0, ge=0)
+    warmup: int = Field(default=0, ge=0)
+    alpha_f: float = Field(default=0.0, ge=0)
     max_tokens: int | None = None
 
 
@@ -184,7 +186,7 @@ class WSD(Strict):
     peak: float = Field(gt=0)
     warmup: int = Field(ge=0)
     decay: int = Field(gt=0)
-    alpha_f: float = Field(0.0, ge=0)
+    alpha_f: float = Field(default=0.0, ge=0)
     max_tokens: int | None = None
 
 
@@ -201,7 +203,7 @@ class Stitched(Strict):
 
     kind: Literal["stitched"] = "stitched"
     segments: list[Segment] = Field(min_length=2)
-    allow_jump: float = Field(0.01, description="largest relative LR difference at a join")
+    allow_jump: float = Field(default=0.01, description="largest relative LR difference at a join")
 
 
 Schedule = Annotated[Cosine | HalfCosine | Linear | WSD | Stitched, Field(discriminator="kind")]
@@ -210,10 +212,10 @@ Schedule = Annotated[Cosine | HalfCosine | Linear | WSD | Stitched, Field(discri
 class SkipRule(Strict):
     """OLMo-core's guard: skip when loss or gradient norm exceed the window's mean by `sigma` deviations."""
 
-    window: int = Field(128, ge=2)
-    sigma: float = Field(6.0, gt=0)
+    window: int = Field(default=128, ge=2)
+    sigma: float = Field(default=6.0, gt=0)
     persist_window: bool = Field(
-        False,
+        default=False,
         description="false: a stage starts with an empty window, as in OLMo-core; true: with the last stage's. Within a "
         "stage the window is in every checkpoint.",
     )
@@ -230,20 +232,23 @@ class Optimizer(Strict):
     clip_norm: float | None = 1.0
     skip: SkipRule | None = SkipRule()
     adam_count_start: Literal[0, 1] = Field(
-        1, description="1: as runs that saved a step-0 checkpoint with OLMo-core; 0: textbook"
+        default=1,
+        description="1: as runs that saved a step-0 checkpoint with OLMo-core; 0: textbook",
     )
 
 
 class Loss(Strict):
-    z_loss: float = Field(1e-5, ge=0)
+    z_loss: float = Field(default=1e-5, ge=0)
     mask_pad_targets: bool = False
 
 
 class Checkpoints(Strict):
     every: int = Field(gt=0, description="updates between saves")
-    landmarks: list[int] = Field([], description="steps that are saved and kept for ever")
+    landmarks: list[int] = Field(default=[], description="steps that are saved and kept for ever")
     keep: int = Field(
-        2, gt=0, description="newest periodic checkpoints kept beside landmarks and the last one"
+        default=2,
+        gt=0,
+        description="newest periodic checkpoints kept beside landmarks and the last one",
     )
 
 
@@ -252,18 +257,18 @@ class Reference(Strict):
 
     curve: str = Field(description="CSV, a row an update, with OLMo-core's metric names")
     band: str | None = Field(
-        None, description="the reference's second run of itself: its own noise"
+        default=None, description="the reference's second run of itself: its own noise"
     )
     batches: str | None = Field(
-        None, description="CSV of step, sha256 of the update's token ids (uint32 LE)"
+        default=None, description="CSV of step, sha256 of the update's token ids (uint32 LE)"
     )
-    hf: dict[int, str] = Field({}, description="HF checkpoints by step")
-    native: dict[int, str] = Field({}, description="native OLMo-core checkpoints by step")
+    hf: dict[int, str] = Field(default={}, description="HF checkpoints by step")
+    native: dict[int, str] = Field(default={}, description="native OLMo-core checkpoints by step")
     heldout: str | None = Field(
-        None, description="JSON: the reference's own held-out loss by step and domain"
+        default=None, description="JSON: the reference's own held-out loss by step and domain"
     )
     lm_eval: str | None = Field(
-        None, description="JSON: lm-evaluation-harness results of its hf backend"
+        default=None, description="JSON: lm-evaluation-harness results of its hf backend"
     )
 
 
@@ -271,8 +276,8 @@ class Stage(Strict):
     data: Data
     batch_tokens: int = Field(gt=0, description="tokens an update, all devices together")
     max_tokens: int = Field(gt=0, description="T = ceil(max_tokens / batch_tokens) updates")
-    stop_at: int | None = Field(None, gt=0, description="hard stop before T")
-    epochs: int = Field(1, gt=0, description="how often the data may be gone through")
+    stop_at: int | None = Field(default=None, gt=0, description="hard stop before T")
+    epochs: int = Field(default=1, gt=0, description="how often the data may be gone through")
     schedule: Schedule
     optimizer: Optimizer = Optimizer()
     loss: Loss = Loss()
@@ -311,13 +316,13 @@ class Stage(Strict):
 
 
 class Evaluation(Strict):
-    heldout: dict[str, str] = Field({}, description="domain -> headerless raw token file")
+    heldout: dict[str, str] = Field(default={}, description="domain -> headerless raw token file")
     tasks_path: str | None = Field(
-        None, description="folder of lm-evaluation-harness task YAML files"
+        default=None, description="folder of lm-evaluation-harness task YAML files"
     )
     tasks: list[str] = []
     limit: int | None = None
-    batch_size: int = Field(8, gt=0)
+    batch_size: int = Field(default=8, gt=0)
 
 
 class Recipe(Strict):
