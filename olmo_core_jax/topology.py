@@ -49,21 +49,21 @@ class Topology(Strict):
     mesh: Mesh = Mesh()
     platform: Literal["cpu", "tpu", "cuda"] | None = None
     host_devices: int | None = Field(
-        None, gt=0, description="CPU only: devices that one process pretends to have"
+        default=None, gt=0, description="CPU only: devices that one process pretends to have"
     )
     attention: Literal["auto", "reference", "blockwise", "cudnn", "splash"] = "auto"
     remat: str = "none"
     scan_layers: bool = True
     accumulation: int | None = Field(
-        None,
+        default=None,
         gt=0,
         description="micro-batches an update; default: fitted to per_device_batch, else 1",
     )
     per_device_batch: int | None = Field(
-        None, gt=0, description="instances a device and micro-batch"
+        default=None, gt=0, description="instances a device and micro-batch"
     )
-    loss_chunks: int = Field(1, gt=0)
-    data_workers: int = Field(0, ge=0)
+    loss_chunks: int = Field(default=1, gt=0)
+    data_workers: int = Field(default=0, ge=0)
     xla_flags: list[str] = []
     libtpu_flags: list[str] = []
     distributed: Distributed = Distributed()
