@@ -46,10 +46,10 @@ class Bucket(Strict):
 
     bucket: Name
     path: str = Field(pattern=r"^/", description="where the pod sees it")
-    only_dir: str | None = Field(None, description="mount this prefix alone")
+    only_dir: str | None = Field(default=None, description="mount this prefix alone")
     read_only: bool = True
     options: list[str] = Field(
-        [], description="mount options instead of the defaults for few huge files"
+        default=[], description="mount options instead of the defaults for few huge files"
     )
 
 
@@ -73,19 +73,23 @@ class Watching(Strict):
     """How long what is waited for, in seconds. None: without limit."""
 
     queue_timeout: float | None = Field(
-        None, gt=0, description="time in the queue, preemptions included"
+        default=None, gt=0, description="time in the queue, preemptions included"
     )
     inadmissible_grace: float = Field(
-        900.0, ge=0, description="a Workload that can never start is given up after this"
+        default=900.0, ge=0, description="a Workload that can never start is given up after this"
     )
     api_patience: float = Field(
-        6 * HOUR, gt=0, description="an API that does not answer is asked again for this long"
+        default=6 * HOUR,
+        gt=0,
+        description="an API that does not answer is asked again for this long",
     )
     pods_warning: float = Field(
-        900.0, gt=0, description="pods that are not ready for this long are explained"
+        default=900.0, gt=0, description="pods that are not ready for this long are explained"
     )
-    reactivate: bool = Field(False, description="activate a Workload again that Kueue gave up")
-    refresh: float = Field(10.0, gt=0, description="longest time between two looks")
+    reactivate: bool = Field(
+        default=False, description="activate a Workload again that Kueue gave up"
+    )
+    refresh: float = Field(default=10.0, gt=0, description="longest time between two looks")
     log_pods: Literal["all", "leader"] = "all"
 
 
@@ -94,51 +98,51 @@ class GKE(Strict):
 
     # where
     context: str | None = Field(
-        None,
+        default=None,
         description="kubeconfig context; default: the pod's own cluster, else the current context",
     )
     namespace: Name = "default"
     # what
     shape: str = Field(description="hardware.py: tpu7x-4x4x4, v5p-256, h100, n2-standard-16 ...")
-    hosts: int | None = Field(None, gt=0, description="machines of a GPU or CPU shape")
-    slices: int = Field(1, gt=0)
+    hosts: int | None = Field(default=None, gt=0, description="machines of a GPU or CPU shape")
+    slices: int = Field(default=1, gt=0)
     processes_per_host: Literal[1, 2] = Field(
-        1, description="2: one container a NUMA node of a TPU7x host"
+        default=1, description="2: one container a NUMA node of a TPU7x host"
     )
     image: str = Field(min_length=1)
     python: str = "python"
     # scheduling
-    queue: Name | None = Field(None, description="Kueue LocalQueue; None: started at once")
-    workload_priority: Name | None = Field(None, description="Kueue WorkloadPriorityClass")
-    pod_priority: Name | None = Field(None, description="PriorityClass of the pods")
+    queue: Name | None = Field(default=None, description="Kueue LocalQueue; None: started at once")
+    workload_priority: Name | None = Field(default=None, description="Kueue WorkloadPriorityClass")
+    pod_priority: Name | None = Field(default=None, description="PriorityClass of the pods")
     capacity: Literal["on-demand", "spot", "reservation", "flex-start"] = "on-demand"
     reservation: str | None = None
     placement_policy: str | None = Field(
-        None, description="workload policy of a multi-host TPU7x node pool"
+        default=None, description="workload policy of a multi-host TPU7x node pool"
     )
     exclusive_topology: bool = Field(
-        True, description="a slice has its node pool for itself (TPU only)"
+        default=True, description="a slice has its node pool for itself (TPU only)"
     )
     auto_repair_in_place: bool = Field(
-        False, description="asks GKE to repair a slice instead of replacing it"
+        default=False, description="asks GKE to repair a slice instead of replacing it"
     )
     node_selector: dict[LabelKey, Label] = {}
     # lifetime
-    max_restarts: int = Field(10, ge=0, description="crashes; disruptions are not counted")
+    max_restarts: int = Field(default=10, ge=0, description="crashes; disruptions are not counted")
     grace_seconds: int = Field(
-        300, ge=30, le=3600, description="time to save between SIGTERM and SIGKILL"
+        default=300, ge=30, le=3600, description="time to save between SIGTERM and SIGKILL"
     )
-    ttl_seconds: int = Field(43200, gt=0, description="a finished JobSet is kept this long")
+    ttl_seconds: int = Field(default=43200, gt=0, description="a finished JobSet is kept this long")
     # rights
     service_account: Name | None = Field(
-        None, description="bound to the buckets by Workload Identity"
+        default=None, description="bound to the buckets by Workload Identity"
     )
     image_pull_secrets: list[Name] = []
     privileged: bool = Field(
-        True, description="TPU and GPU runtimes want it; off where yours do not"
+        default=True, description="TPU and GPU runtimes want it; off where yours do not"
     )
     host_network: bool = Field(
-        False, description="several NICs; then the pod acts as its node's account"
+        default=False, description="several NICs; then the pod acts as its node's account"
     )
     # inside
     env: dict[EnvName, str] = {}
@@ -146,16 +150,16 @@ class GKE(Strict):
     buckets: list[Bucket] = []
     claims: list[Claim] = []
     shared_paths: list[str] = Field(
-        [], description="folders that pods and this controller see under the same path"
+        default=[], description="folders that pods and this controller see under the same path"
     )
     cpu: Quantity | None = Field(
-        None, description="CPU request; the ClusterQueue has to cover cpu then"
+        default=None, description="CPU request; the ClusterQueue has to cover cpu then"
     )
     memory: Quantity | None = None
     shm: Quantity | None = Field(
-        None, description="limit of /dev/shm, such as 64Gi; None: the host's memory"
+        default=None, description="limit of /dev/shm, such as 64Gi; None: the host's memory"
     )
-    labels: dict[LabelKey, Label] = Field({}, description="cost reports: team, project ...")
+    labels: dict[LabelKey, Label] = Field(default={}, description="cost reports: team, project ...")
     annotations: dict[LabelKey, str] = {}
     watching: Watching = Watching()
 
