@@ -31,9 +31,9 @@ class Profile(BaseModel):
     topology: Topology = Topology(platform="cpu")
     topologies: dict[str, Topology] = {}
     max_restarts: int = Field(
-        2, ge=0, description="new starts after crashes; preemptions are not counted"
+        default=2, ge=0, description="new starts after crashes; preemptions are not counted"
     )
-    gke: GKE | None = Field(None, description="the section of the gke backend")
+    gke: GKE | None = Field(default=None, description="the section of the gke backend")
     gke_stages: dict[str, dict] = {}
 
     @model_validator(mode="after")
