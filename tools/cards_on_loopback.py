@@ -3,6 +3,8 @@
 import os
 import runpy
 import sys
+import threading
+import webbrowser
 from pathlib import Path
 
 from metaflow.plugins.cards import card_server
@@ -18,7 +20,11 @@ class LoopbackServer(card_server.ThreadingHTTPServer):
 
 def main() -> None:
     card_server.ThreadingHTTPServer = LoopbackServer
-    print(f"cards of the latest run: http://127.0.0.1:{PORT}", file=sys.stderr)
+    address = f"http://127.0.0.1:{PORT}"
+    print(f"cards of the latest run: {address}", file=sys.stderr)
+    opener = threading.Timer(3.0, webbrowser.open, [address])  # where there is no browser, nothing happens
+    opener.daemon = True
+    opener.start()
     sys.argv = [str(FLOW), "card", "server", "--port", PORT]
     runpy.run_path(str(FLOW), run_name="__main__")
 
