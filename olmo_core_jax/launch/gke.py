@@ -176,8 +176,7 @@ class Launcher:
         uid = jobset["metadata"]["uid"]
         workload = None
         if self.gke.queue:
-            found = self.kube.select(k8s.WORKLOADS, labels=f"kueue.x-k8s.io/job-uid={uid}")
-            workload = found[0] if found else None
+            workload = self._workload(uid)
         return Seen(
             jobset=jobset,
             workload=workload,
@@ -185,6 +184,16 @@ class Launcher:
             step=self._patiently(lambda: progress.newest_step(self.job)),
             pods=self.kube.select(k8s.PODS, labels=f"jobset.sigs.k8s.io/jobset-name={self.name}"),
         )
+
+    def _workload(self, uid: str) -> Object | None:
+        try:
+            found = self.kube.select(k8s.WORKLOADS, labels=f"kueue.x-k8s.io/job-uid={uid}")
+        except k8s.NotFound:
+            raise UserError(
+                f"the cluster has no Kueue {k8s.WORKLOADS.version} (0.17 or newer), but the profile names "
+                f"queue {self.gke.queue}: see infra/README.md. JobSet {self.name} was left as it is"
+            ) from None
+        return found[0] if found else None
 
     def _finished(self) -> bool:
         return self._patiently(lambda: progress.is_finished(self.job))
@@ -225,6 +234,10 @@ class Launcher:
         check(manifest, self._crd())
         try:
             jobset = self.kube.create(k8s.JOBSETS, manifest)
+        except k8s.NotFound:
+            raise UserError(
+                f"the cluster has no JobSet {k8s.JOBSETS.version}, or no namespace {self.gke.namespace}: see infra/README.md"
+            ) from None
         except (
             k8s.Conflict
         ):  # a request that seemed to fail had arrived, or another controller was faster

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from fake_kube.lab import Lab
 
-from olmo_core_jax.errors import CRASH, DIVERGED, LOCKED, USER_ERROR
+from olmo_core_jax.errors import CRASH, DIVERGED, LOCKED, USER_ERROR, UserError
 from olmo_core_jax.launch import names
 from olmo_core_jax.launch.job import JobFailed
 
@@ -190,7 +190,7 @@ def test_a_deactivated_workload_is_activated_where_asked(tmp_path):
 
 
 def test_restarts_of_the_jobset_are_followed(tmp_path):
-    with Lab(tmp_path, flags=["--steps=150", "--pause=0.02"], max_restarts=1) as lab:
+    with Lab(tmp_path, gate=True, max_restarts=1) as lab:
         controller = lab.start()
         for _ in range(3):  # more disruptions than max_restarts
             pods = lab.running()
@@ -200,7 +200,8 @@ def test_restarts_of_the_jobset_are_followed(tmp_path):
             lab.until(lambda: b"begins" in lab.leaders()[-1].log)
             lab.cluster.disrupt(pods[-1])
             lab.until(lambda before=before: len(lab.leaders()) == before + 1)
-        assert controller.finish().outputs["state"] == chain(150)
+        lab.open_gate()
+        assert controller.finish().outputs["state"] == chain(20)
         assert lab.cluster.jobset()["status"]["restarts"] == 3
         assert lab.cluster.jobset()["status"]["restartsCountTowardsMax"] == 0
         logs = Path(lab.root, "stage1_train", "pod_logs").iterdir()
@@ -244,13 +245,14 @@ def test_a_deleted_jobset_is_confirmed_twice_and_submitted_again(tmp_path):
 
 
 def test_one_wrong_404_is_not_a_deletion(tmp_path):
-    with Lab(tmp_path, flags=["--steps=200", "--pause=0.02"]) as lab:
+    with Lab(tmp_path, gate=True) as lab:
         controller = lab.start()
         lab.running()
         for _ in range(3):
             fault = lab.api.fail(404, "get", "jobsets")
             lab.until(lambda fault=fault: fault.times == 0)
             time.sleep(0.05)
+        lab.open_gate()
         controller.finish()
         assert len(lab.api.seen("create", "jobsets")) == 1
 
@@ -351,6 +353,17 @@ def test_another_shape_goes_on_from_the_last_checkpoint(tmp_path):
         assert lab.leaders()[0].poll() == 42
         records = sorted(Path(lab.root, "stage1_train", "launches").glob("*.json"))
         assert sorted(json.loads(p.read_text())["hosts"] for p in records) == [2, 3]
+
+
+def test_a_cluster_without_jobset_or_kueue_is_said_so(tmp_path):
+    with Lab(tmp_path) as lab:
+        lab.api.fail(404, "create", "jobsets")
+        with pytest.raises(UserError, match="no JobSet v1alpha2, or no namespace default"):
+            lab.start().finish()
+    with Lab(tmp_path) as lab:
+        lab.api.fail(404, "list", "workloads", times=10)
+        with pytest.raises(UserError, match="no Kueue v1beta2 .0.17 or newer."):
+            lab.start().finish()
 
 
 def test_status_and_cancel(tmp_path):

@@ -121,6 +121,16 @@ def test_a_wrong_manifest_never_leaves_the_launcher(tmp_path, crds, monkeypatch)
         assert not lab.api.seen("create")
 
 
+def test_a_jobset_controller_that_is_too_old_refuses_by_name(crds):
+    old = copy.deepcopy(crds["JobSet"])
+    rules = old["spec"]["versions"][0]["schema"]["openAPIV3Schema"]["properties"]["spec"][
+        "properties"
+    ]["failurePolicy"]
+    rules["properties"]["rules"]["items"]["properties"].pop("onJobFailureMessagePatterns")
+    with pytest.raises(UserError, match=r"rules\[0\]: .*onJobFailureMessagePatterns"):
+        check(render(JOB, gke()), old)
+
+
 @pytest.mark.parametrize(
     ("section", "message"),
     [
