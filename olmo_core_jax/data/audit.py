@@ -33,8 +33,9 @@ class Coverage:
 
 @dataclass
 class Audit:
-    """A stage's verdict. updates: audited ones, from 1; faults: why it fails, empty where all is
-    proved.
+    """A stage's verdict.
+
+    updates: audited ones, from 1; faults: why it fails, empty where all is proved.
     """
 
     stage: str

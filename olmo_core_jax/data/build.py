@@ -11,10 +11,9 @@ from olmo_core_jax.recipes import schema
 
 
 def build_index(data: schema.Data, tokenizer: schema.Tokenizer, vocab_size: int) -> Index:
-    """The index of a recipe's data section. Reads sizes and a few KiB of every shard; writes
-    nothing.
+    """The index of a recipe's data section, from sizes and a few KiB of every shard.
 
-    Raises UserError that lists every missing, truncated, mixed-up or wrongly typed shard.
+    Writes nothing. Raises UserError that lists every missing, truncated, mixed-up or wrongly typed shard.
     """
     check_cut(data.sequence_length, data.max_target_sequence_length)
     sources = load_mix(data.mix, tokenizer.name, data.source_permutation_seed)
@@ -59,9 +58,7 @@ def build_index(data: schema.Data, tokenizer: schema.Tokenizer, vocab_size: int)
 
 
 def _starts(samples: Sequence[shards.Sample], mix: str) -> list[int]:
-    """Where the tokens begin in each file. Raises UserError where some have a .npy header and
-    others have none.
-    """
+    """Where the tokens begin in each file. Raises UserError where only some have a .npy header."""
     headed = [s for s in samples if s.start]
     if headed and len(headed) < len(samples):
         refuse(

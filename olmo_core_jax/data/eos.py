@@ -1,5 +1,7 @@
-"""Do the documents end with the token that the recipe names? Two tokenizers that differ in little
-else have been mixed up before, and nothing fails then: documents are never told apart.
+"""Do the documents end with the token that the recipe names?
+
+Two tokenizers that differ in little else have been mixed up before, and nothing fails then:
+documents are never told apart.
 """
 
 from collections.abc import Sequence

@@ -1,6 +1,4 @@
-"""Range reads from gs:// with Google's own client: one request a read, many in flight, tried again
-when it may help.
-"""
+"""Range reads from gs:// with Google's client: one request a read, tried again when it may help."""
 
 import functools
 from typing import Any
@@ -14,9 +12,7 @@ from olmo_core_jax.errors import UserError
 
 
 class GcsReader:
-    """Ranges of objects, without a metadata call. Safe for threads; a pickled copy makes its own
-    client.
-    """
+    """Ranges of objects, without metadata calls. Safe for threads and to be pickled."""
 
     concurrent = True
 

@@ -21,8 +21,11 @@ DTYPES = ("uint8", "uint16", "uint32", "uint64")
 
 @dataclass(frozen=True)
 class Shard:
-    """One file. bytes: its size; start: bytes of a .npy header before the tokens (0: headerless);
-    instances: whole ones that it holds; digest: of sampled windows (shards.py)."""
+    """One file of a mix.
+
+    bytes: its size; start: bytes of a .npy header before the tokens, 0 where there is none;
+    instances: whole ones that it holds; digest: of sampled windows (shards.py).
+    """
 
     path: str
     label: str
@@ -34,7 +37,7 @@ class Shard:
 
 @dataclass(frozen=True)
 class Place:
-    """Where an instance is: `count` tokens from byte `offset` of shard number `file`."""
+    """Where an instance is: its tokens begin at byte `offset` of shard number `file`."""
 
     instance: int
     file: int
@@ -45,10 +48,7 @@ class Place:
 
 @dataclass(frozen=True)
 class Index:
-    """A mix cut into instances. base: folder, gs:// or https:// that the shards' paths are under.
-
-    window: M, what files are cut by (max_target_sequence_length, or the sequence length itself).
-    """
+    """A mix cut into instances. base: folder, gs:// or https:// that the shards' paths are under."""
 
     base: str
     dtype: str
@@ -97,9 +97,7 @@ class Index:
 
     @functools.cached_property
     def fingerprint(self) -> str:
-        """sha256 of names, sizes, sampled contents and the cut. Folders do not enter: a mirror is
-        the same data.
-        """
+        """sha256 of names, sizes, sampled contents and the cut; the same for a mirror elsewhere."""
         text = f"v{VERSION} {self.dtype} {self.sequence_length} {self.max_target_sequence_length}\n"
         text += "".join(
             f"{_basename(s.path)} {s.bytes} {s.start} {s.digest}\n" for s in self.shards
@@ -108,9 +106,7 @@ class Index:
 
     @functools.cached_property
     def olmo_core_fingerprint(self) -> str:
-        """What OLMo-core 3.0.0 calls the fingerprint (v2.0) of the same files: names and sizes, no
-        contents.
-        """
+        """OLMo-core 3.0.0's own fingerprint (v2.0) of the same files: names and sizes only."""
         fields = {
             "vocab_size": self.vocab_size,
             "pad_token_id": self.pad_id,
@@ -141,9 +137,7 @@ def default_dtype(vocab_size: int) -> str:
 
 
 def instances_in(size: int, itemsize: int, sequence_length: int, max_target: int | None) -> int:
-    """Instances in `size` bytes of tokens: whole windows of the longest target, each of several
-    sequences.
-    """
+    """Instances in `size` bytes: as many whole windows of the longest target as fit, each cut."""
     window = max_target or sequence_length
     return size // (itemsize * window) * (window // sequence_length)
 

@@ -52,9 +52,9 @@ class _Updates:
 
 
 class Loader:
-    """Iterator of (step, ids uint32[b], Batch) for b rows of each global batch, from first_step to
-    last_step.
+    """Iterator of (step, ids uint32[b], Batch): b rows of every update's batch, in order.
 
+    first_step, last_step: updates, from 1, both included.
     rows: which rows of the global batch this host reads, in the order it wants them (default: all).
     workers: processes that read ahead; 0 reads with threads of this process. The stream is the
     same. Use as a context manager, or call close(): no process is left behind.

@@ -1,5 +1,4 @@
-"""A mix's files to a bucket: a list for Google's Storage Transfer Service, or a direct copy of
-small mixes.
+"""A mix's files to a bucket: a list for Google's Storage Transfer Service, or a direct copy.
 
 24 TB are for the transfer service, which copies from https:// by itself and checks what it is told.
 The direct copy takes up where it was stopped and records size and checksum of every file it has
@@ -60,8 +59,7 @@ def mirror(
     target: str,
     say: Callable[[str], None] = lambda line: None,
 ) -> list[Copied]:
-    """Copies every file of a mix from `base` to `target` (folders, gs:// or https://), keeping
-    paths.
+    """Copies every file of a mix from `base` (folder, gs://, https://) to `target`, keeping paths.
 
     Files that an earlier call has copied and that are still there are not read again. Each file is
     complete and verified, or absent. `target`/mirror.json records them. Raises UserError that lists

@@ -1,7 +1,7 @@
-"""Manifests in OLMo-core's format: one `label,path` a line, `#` comments, `{TOKENIZER}` where the
-tokenizer's name goes.
+"""Manifests in OLMo-core's format.
 
-The order of the lines is part of the data order, so nothing here sorts.
+One `label,path` a line, `#` comments, `{TOKENIZER}` where the tokenizer's name goes. The order of
+the lines is part of the data order, so nothing here sorts.
 """
 
 import importlib.util
@@ -55,9 +55,7 @@ def load_mix(mix: str, tokenizer: str, permutation_seed: int | None = None) -> l
 
 
 def parse_mix(text: str, mix: str, tokenizer: str) -> list[Source]:
-    """The sources in a manifest's text. Raises UserError that lists bad lines, duplicates, or that
-    there is none.
-    """
+    """The sources in a manifest's text. Raises UserError that lists bad lines and duplicates."""
     name = Path(mix).name.removesuffix(".txt")
     folder = TOKENIZER_FOLDERS.get(tokenizer, {}).get(name, tokenizer)
     sources, problems = [], []
@@ -99,9 +97,7 @@ def read_mix(mix: str) -> str:
 
 
 def shipped_mix(name: str) -> Path | None:
-    """The manifest of that name in an installed ai2-olmo-core, found without importing it (or
-    torch).
-    """
+    """The manifest of that name in an installed ai2-olmo-core, which is not imported for it."""
     spec = importlib.util.find_spec("olmo_core")
     for folder in (spec.submodule_search_locations or []) if spec else []:
         path = Path(folder, "data", "mixes", f"{name}.txt")

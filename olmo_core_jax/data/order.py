@@ -26,8 +26,9 @@ KEPT_BLOCKS = 4
 
 @dataclass(frozen=True)
 class Shuffle:
-    """What decides an epoch's order. chunk: instances that stay together
-    (max_target_sequence_length / sequence_length).
+    """What decides an epoch's order.
+
+    chunk: instances that stay together, max_target_sequence_length / sequence_length.
     """
 
     instances: int
@@ -35,8 +36,9 @@ class Shuffle:
     chunk: int = 1
 
     def compute(self, epoch: int) -> np.ndarray:
-        """uint32[instances rounded down to whole chunks]. Memory: the result itself when chunk is
-        1, else 1 + 1/chunk times it.
+        """uint32[instances rounded down to whole chunks].
+
+        Memory: the result itself when chunk is 1, else 1 + 1/chunk times it.
         """
         if not 0 < self.instances < np.iinfo(np.uint32).max:
             raise UserError(f"{self.instances} instances cannot be numbered in 32 bits")
@@ -56,9 +58,7 @@ def order_uri(folder: str, epoch: int) -> str:
 
 
 def build_order(folder: str, shuffle: Shuffle, epoch: int) -> str:
-    """Writes an epoch's order under `folder` (path or gs://) unless it is there already; returns
-    its URI.
-    """
+    """Writes an epoch's order under `folder` (path or gs://) unless it is there; returns its URI."""
     uri = order_uri(folder, epoch)
     if _described(uri, shuffle, epoch) is not None:
         return uri
@@ -103,8 +103,9 @@ class Order:
         return epoch + 1, row
 
     def batch(self, step: int) -> np.ndarray:
-        """uint32[B]: the instances of update `step`, in row order. Raises UserError where the
-        stored order is damaged.
+        """uint32[B]: the instances of update `step`, in row order.
+
+        Raises UserError where the stored order is missing or damaged.
         """
         epoch, row = self.locate(step)
         return self.epoch(epoch).read(row * self.batch_instances, self.batch_instances)
@@ -130,8 +131,8 @@ class _StoredOrder:
         self._digests = description["digests"]
         self._remote = storage.is_remote(self.uri)
         self._map = None if self._remote else np.memmap(self.uri, np.uint32, "r")
-        self._verified: OrderedDict[int, np.ndarray] = OrderedDict()
-        self._seen: set[int] = set()
+        self._kept: OrderedDict[int, np.ndarray] = OrderedDict()
+        self._verified: set[int] = set()
 
     def read(self, start: int, count: int) -> np.ndarray:
         """uint32[count] from place `start` of the epoch."""
@@ -144,15 +145,16 @@ class _StoredOrder:
         begin, end = number * self._block, min((number + 1) * self._block, self.length)
         if self._map is not None:
             block = self._map[begin:end]
-            if number not in self._seen:
+            if number not in self._verified:
                 self._verify(number, block)
             return block
-        if number not in self._verified:
+        block = self._kept.get(number)
+        if block is None:
             data = storage.read_bytes(self.uri, 4 * begin, 4 * (end - begin))
-            self._verified[number] = self._verify(number, np.frombuffer(data, np.uint32))
-            if len(self._verified) > KEPT_BLOCKS:
-                self._verified.popitem(last=False)
-        return self._verified[number]
+            block = self._kept[number] = self._verify(number, np.frombuffer(data, np.uint32))
+            if len(self._kept) > KEPT_BLOCKS:
+                self._kept.popitem(last=False)
+        return block
 
     def _verify(self, number: int, block: np.ndarray) -> np.ndarray:
         if _digest(block) != self._digests[number]:
@@ -160,13 +162,14 @@ class _StoredOrder:
                 f"{self.uri} is damaged (block {number} has another digest): "
                 "move it and its .json away and run build_index again"
             )
-        self._seen.add(number)
+        self._verified.add(number)
         return block
 
 
 def _described(uri: str, shuffle: Shuffle, epoch: int) -> dict | None:
-    """The JSON of a stored order; None where it has not been written. Raises UserError where it is
-    another order's.
+    """The JSON of a stored order, None where it has not been written.
+
+    Raises UserError where it is another order's.
     """
     try:
         found = storage.read_json(f"{uri}.json")

@@ -1,6 +1,4 @@
-"""Is the data still what the index says? Asked before anything is trained; all faults are told at
-once.
-"""
+"""Is the data still what the index says? Asked before training; all faults are told at once."""
 
 from olmo_core_jax.data import shards
 from olmo_core_jax.data.eos import missing_eos
@@ -12,8 +10,7 @@ from olmo_core_jax.recipes import schema
 
 
 def preflight(index: Index, order: Order, section: schema.Stage, stage: str) -> dict[str, float]:
-    """Checks every shard of `index` where it lies now, and that it suffices for the stage's last
-    update.
+    """Checks every shard of `index` where it lies now, and that there are enough for the stage.
 
     Sizes, sampled contents, ids in the vocabulary, EOS. Returns figures for the record.
     Raises UserError that names every shard at fault.

@@ -1,5 +1,4 @@
-"""Bytes of shards behind one `read(uri, offset, length)`: local or gcsfuse files, gs:// and
-https:// ranges.
+"""Bytes of shards behind one `read(uri, offset, length)`, wherever they are.
 
 Local files are read by position rather than through a mapping: a shard that shrinks under a mapping
 kills the process by SIGBUS, a short read can be told. Remote reads are one range request each,
@@ -39,9 +38,7 @@ class Reader(Protocol):
     concurrent: bool
 
     def read(self, uri: str, offset: int, length: int) -> bytes:
-        """Exactly `length` bytes from `offset`. Raises UserError where the file is missing or
-        shorter.
-        """
+        """Exactly `length` bytes from `offset`. Raises UserError for a missing or shorter file."""
         ...
 
 
@@ -57,8 +54,9 @@ def reader_for(base: str) -> "Reader":
 
 
 class LocalReader:
-    """Positional reads over a bounded number of open files. Safe for threads; a pickled copy opens
-    its own.
+    """Positional reads of local or gcsfuse files, a bounded number of them open at a time.
+
+    Safe for threads; a pickled copy opens its own.
     """
 
     concurrent = False

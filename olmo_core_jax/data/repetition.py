@@ -1,5 +1,4 @@
-"""OLMo-core's repetition filter: an instance with a stretch that repeats a short period often is
-not learnt from.
+"""OLMo-core's repetition filter: long stretches of a short period are not learnt from.
 
 OLMo-core (find_periodic_sequences) finds, for a period p, a stretch of tokens that repeats every p,
 and counts how often p fits into it, partial rows at both ends included; its method needs 3 repeats

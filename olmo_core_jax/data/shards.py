@@ -20,8 +20,9 @@ MAGIC = b"\x93NUMPY"
 
 @dataclass(frozen=True)
 class Sample:
-    """A shard's first bytes and one window elsewhere. start: bytes before the tokens; npy_dtype:
-    what a header says.
+    """A shard's first bytes and one window elsewhere.
+
+    start: bytes before the tokens; npy_dtype: what a .npy header says.
     """
 
     uri: str
@@ -44,9 +45,7 @@ def itemsize(dtype: str) -> int:
 
 
 def sizes(base: str, paths: Sequence[str]) -> list[int | None]:
-    """Bytes of every path under `base`, None for missing ones. Folders of a bucket are listed in
-    parallel.
-    """
+    """Bytes of every path under `base`, None for missing ones; asked for in parallel."""
     if base.startswith(("https://", "http://")):
         reader = HttpReader()
         with ThreadPoolExecutor(CONNECTIONS) as pool:

@@ -1,6 +1,4 @@
-"""Text to shards: documents, each closed by EOS, as headerless token arrays and a mix that names
-them.
-"""
+"""Text to shards: documents, each closed by EOS, as headerless arrays, and a mix that names them."""
 
 import gzip
 import json

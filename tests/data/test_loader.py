@@ -286,3 +286,42 @@ def eventually(look, good, seconds: float = 30):
     while not good(seen := look()) and time.monotonic() < end:
         time.sleep(0.2)
     return seen
+
+
+LEAKS = """
+import os, re, sys
+from pathlib import Path
+from olmo_core_jax import recipes
+from olmo_core_jax.data.loader import Loader
+from olmo_core_jax.data.stage_data import open_stage_data
+
+def resident():
+    status = Path("/proc/self/status").read_text()
+    return int(re.search(r"VmRSS:\\s+(\\d+)", status)[1]) / 1024
+
+if __name__ == "__main__":
+    section = recipes.load_recipe(sys.argv[2]).stage1
+    index, order = open_stage_data(sys.argv[1], section)
+    before = set(os.listdir("/dev/shm"))
+    with Loader(index, order, last_step=2200, workers=int(sys.argv[3])) as loader:
+        for step, ids, batch in loader:
+            if step == 200:
+                warm = resident()
+    grown = resident() - warm
+    left = [n for n in set(os.listdir("/dev/shm")) - before if str(os.getpid()) in n or "psm" in n]
+    print(grown, left)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("workers", [0, 2])
+def test_two_thousand_batches_leak_nothing(make_mix, tmp_path, workers):
+    mix = make_mix(lengths=(2048 * 100,))
+    recipe = make_recipe(mix, batch=8, updates=2200, epochs=200, sequence_length=2048)
+    (tmp_path / "recipe.yaml").write_text(recipes.dump_recipe(recipe))
+    (tmp_path / "leaks.py").write_text(LEAKS)
+    build_stage_data(str(tmp_path / "index"), recipe, "stage1")
+    command = [sys.executable, "leaks.py", str(tmp_path / "index"), "recipe.yaml", str(workers)]
+    out = subprocess.check_output(command, cwd=tmp_path, text=True, timeout=300)
+    grown, left = out.split(maxsplit=1)
+    assert float(grown) < 50 and left.strip() == "[]"
