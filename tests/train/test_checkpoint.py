@@ -253,3 +253,26 @@ else:
     for n in (8, 4, 2, 1):
         out = run_python(code, str(tmp_path), str(n), devices=8)
         assert "sharding" not in out.lower() and "warn" not in out.lower(), out
+
+
+GOLDEN = Path(__file__).parent / "golden"
+
+
+def golden_state() -> dict:
+    """What the stored checkpoint holds, by formula."""
+    weight = jnp.arange(12, dtype=jnp.float32).reshape(3, 4) / 7
+    return {
+        "params": {"embed": {"weight": weight}, "gain": jnp.ones(4) * 1.5},
+        "mu": {"embed": {"weight": -weight}, "gain": jnp.zeros(4)},
+        "half": jnp.linspace(0, 1, 5).astype(jnp.bfloat16),
+        "count": jnp.int32(5),
+    }
+
+
+def test_a_stored_checkpoint_still_loads(tmp_path):
+    """Written with orbax-checkpoint 0.12.8 on jax 0.10.2; an upgrade must not lose anybody's run."""
+    shutil.copytree(GOLDEN, tmp_path / "c")
+    restored, meta = CheckpointStore(str(tmp_path / "c")).restore(4, golden_state())
+    assert same(restored, golden_state())
+    assert meta["tokens_seen"] == TOKENS
+    assert meta["checksums"] == checksums(golden_state())

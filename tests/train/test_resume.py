@@ -13,23 +13,6 @@ from olmo_core_jax.errors import Diverged, UserError
 from olmo_core_jax.train.checkpoint import CheckpointStore
 
 UPDATES = 30
-JITTED = {}
-
-
-@pytest.fixture(autouse=True)
-def one_compile(monkeypatch):
-    """Trainers of the same recipe share a jitted step, so that a resume costs no compile."""
-    from olmo_core_jax.train import step
-
-    make = step.make_train_step
-
-    def cached(*args, **kwargs):
-        key = repr((args, kwargs))
-        if key not in JITTED:
-            JITTED[key] = make(*args, **kwargs)
-        return JITTED[key]
-
-    monkeypatch.setattr(step, "make_train_step", cached)
 
 
 @pytest.fixture(scope="module")
