@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from olmo_core_jax.cli import checkpoints, data
-from olmo_core_jax.errors import JobError
+from olmo_core_jax.errors import JobError, UserError
 from olmo_core_jax.launch import commands
 
 app = typer.Typer(
@@ -99,7 +99,7 @@ def compile_ahead(
     topology: Annotated[
         str | None, typer.Option(help="YAML file or inline JSON over the shape's defaults")
     ] = None,
-    updates_only: Annotated[
+    batch_instances: Annotated[
         int | None,
         typer.Option("--batch-instances", help="instances an update, instead of the recipe's"),
     ] = None,
@@ -120,12 +120,8 @@ def compile_ahead(
         changes = load_topology(topology).model_dump(exclude_unset=True)
         chosen = chosen.model_copy(update={k: getattr(load_topology(topology), k) for k in changes})
     loaded = load_recipe(recipe)
-    if updates_only:
-        section = loaded.stage(stage)
-        batch = updates_only * section.data.sequence_length
-        loaded = loaded.model_copy(
-            update={stage: section.model_copy(update={"batch_tokens": batch})}
-        )
+    if batch_instances:
+        loaded = ahead.with_batch(loaded, stage, batch_instances)
     name = f"{shape.name.partition('-')[0]}:{shape.topology}"
     report = ahead.compile_for(loaded, stage, chosen, name, shape.chip.memory_per_device_gib)
     show(asdict(report), True) if as_json else show(ahead.describe(report), False)

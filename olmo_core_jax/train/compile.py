@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from olmo_core_jax.errors import UserError
-from olmo_core_jax.recipes.schema import Recipe
+from olmo_core_jax.recipes.schema import Checkpoints, Linear, Recipe
 from olmo_core_jax.topology import Topology
 from olmo_core_jax.train import hlo
 from olmo_core_jax.train.flops import attention_flops, matrix_parameters
@@ -69,6 +69,21 @@ def prepare(topology: Topology, dump: str) -> None:
         ALLOW_MULTIPLE_LIBTPU_LOAD="1",
         LIBTPU_INIT_ARGS=" ".join(topology.libtpu_flags),
     )
+
+
+def with_batch(recipe: Recipe, stage_name: str, instances: int) -> Recipe:
+    """The recipe with another batch. Its schedule, which counts in batches, makes way for a constant: the program has no
+    schedule in it."""
+    section = recipe.stage(stage_name)
+    batch = instances * section.data.sequence_length
+    changes = {
+        "batch_tokens": batch,
+        "max_tokens": batch * 1000,
+        "stop_at": None,
+        "schedule": Linear(peak=1e-4, alpha_f=1.0),
+        "checkpoints": Checkpoints(every=1000),
+    }
+    return recipe.model_copy(update={stage_name: section.model_copy(update=changes)})
 
 
 def describe_devices(name: str):
