@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from olmo_core_jax.errors import UserError
 from olmo_core_jax.model.blockwise import blockwise
 from olmo_core_jax.model.masks import FULL, visible
-from olmo_core_jax.model.options import Shard
+from olmo_core_jax.model.options import Shard, platform_of
 from olmo_core_jax.model.remat import save
 from olmo_core_jax.model.splash import splash
 
@@ -32,7 +32,7 @@ def attend(
     kernel names what its backward pass needs beyond q, k and v "attention" (remat.py). Raises
     UserError for a kernel that is unknown or cannot take these inputs.
     """
-    match resolve_kernel(kernel, q_BSHK.dtype):
+    match resolve_kernel(kernel, q_BSHK.dtype, platform_of(shard)):
         case "reference":
             return save(reference(q_BSHK, k_BSGK, v_BSGK, window=window), "attention")
         case "blockwise":
@@ -45,17 +45,16 @@ def attend(
     raise UserError(f"topology: attention {kernel!r} is unknown: choose one of {names}")
 
 
-def resolve_kernel(kernel: str, dtype) -> str:
-    """What `auto` stands for on the default backend; any other name stands for itself.
+def resolve_kernel(kernel: str, dtype, platform: str) -> str:
+    """What `auto` stands for on a platform; any other name stands for itself.
 
     cuDNN has no fp32 attention, so fp32 on a GPU takes the blockwise kernel.
     """
     if kernel != "auto":
         return kernel
-    backend = jax.default_backend()
-    if backend == "gpu" and dtype == jnp.bfloat16:
+    if platform in ("gpu", "cuda") and dtype == jnp.bfloat16:
         return "cudnn"
-    return "splash" if backend == "tpu" else "blockwise"
+    return "splash" if platform == "tpu" else "blockwise"
 
 
 def reference(q_BSHK, k_BSGK, v_BSGK, *, window: int) -> jax.Array:
@@ -63,9 +62,7 @@ def reference(q_BSHK, k_BSGK, v_BSGK, *, window: int) -> jax.Array:
     B, S, H, K = q_BSHK.shape
     G = k_BSGK.shape[2]
     q_BSGRK = q_BSHK.reshape(B, S, G, H // G, K)
-    scores = jnp.einsum(
-        "bsgrk,btgk->bgrst", q_BSGRK, k_BSGK, preferred_element_type=jnp.float32
-    )
+    scores = jnp.einsum("bsgrk,btgk->bgrst", q_BSGRK, k_BSGK, preferred_element_type=jnp.float32)
     i = jnp.arange(S)
     scores = jnp.where(visible(i[:, None], i[None, :], window), scores * K**-0.5, -jnp.inf)
     weights = jax.nn.softmax(scores, axis=-1).astype(v_BSGK.dtype)

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 def rms_norm(x: jax.Array, gain: jax.Array, eps: float) -> jax.Array:
     """x / rms(x) * gain over the last axis, in x's dtype.
 
-    Everything up to and including the gain is fp32; only the product is rounded. Rounding first is a different
+    Everything up to and including the gain is fp32 and only the product is rounded; rounding before it is a different
     function in bf16.
     """
     x32 = x.astype(jnp.float32)

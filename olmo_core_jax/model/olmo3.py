@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from olmo_core_jax.model.attention import attend
+from olmo_core_jax.model.linear import linear
 from olmo_core_jax.model.masks import FULL
 from olmo_core_jax.model.norm import rms_norm
 from olmo_core_jax.model.options import ModelOptions
@@ -19,6 +20,7 @@ from olmo_core_jax.model.rope import Rope, apply_rope, rope_tables
 from olmo_core_jax.recipes.schema import Model
 
 Note = Callable[[str, jax.Array], None]
+DEFAULT = ModelOptions()
 CUT = 3.0  # initial weights lie within this many standard deviations
 
 
@@ -32,9 +34,9 @@ def gain(size: int) -> nnx.Param:
     return nnx.Param(jnp.ones(size, jnp.float32))
 
 
-def linear(x: jax.Array, weight: jax.Array) -> jax.Array:
-    """x times the transposed (out, in) matrix, in x's dtype."""
-    return jnp.einsum("...i,oi->...o", x, weight.astype(x.dtype))
+def norm(x: jax.Array, weight: nnx.Param, eps: float) -> jax.Array:
+    """RMS norm with the gain that a mixed-precision run sees: the master's copy in the compute dtype."""
+    return rms_norm(x, weight[...].astype(x.dtype), eps)
 
 
 class Attention(nnx.Module):
@@ -51,19 +53,18 @@ class Attention(nnx.Module):
         self.window, self.head_dim, self.eps, self.opts = window, cfg.head_dim, cfg.norm_eps, opts
 
     def __call__(self, x_BSD: jax.Array, rope: Rope) -> jax.Array:
-        q_BSHK = self._heads(rms_norm(linear(x_BSD, self.q), self.q_norm[...], self.eps))
-        k_BSGK = self._heads(rms_norm(linear(x_BSD, self.k), self.k_norm[...], self.eps))
-        v_BSGK = save(self._heads(linear(x_BSD, self.v)), "v")
-        q_BSHK, k_BSGK = save(apply_rope(q_BSHK, rope), "q"), save(apply_rope(k_BSGK, rope), "k")
+        q = norm(save(linear(x_BSD, self.q[...]), "q"), self.q_norm, self.eps)
+        k = norm(save(linear(x_BSD, self.k[...]), "k"), self.k_norm, self.eps)
+        v = save(linear(x_BSD, self.v[...]), "v")
         a_BSHK = attend(
-            q_BSHK,
-            k_BSGK,
-            v_BSGK,
+            apply_rope(self._heads(q), rope),
+            apply_rope(self._heads(k), rope),
+            self._heads(v),
             window=self.window,
             kernel=self.opts.attention,
             shard=self.opts.shard,
         )
-        return save(linear(a_BSHK.reshape(*x_BSD.shape[:2], -1), self.out), "attention_out")
+        return save(linear(a_BSHK.reshape(*q.shape), self.out[...]), "attention_out")
 
     def _heads(self, x: jax.Array) -> jax.Array:
         x_BSNK = x.reshape(*x.shape[:2], -1, self.head_dim)
@@ -80,12 +81,10 @@ class MLP(nnx.Module):
         self.opts = opts
 
     def __call__(self, x_BSD: jax.Array) -> jax.Array:
-        gate_BSF, up_BSF = (
-            save(linear(x_BSD, self.gate), "gate"),
-            save(linear(x_BSD, self.up), "up"),
-        )
+        gate_BSF = save(linear(x_BSD, self.gate[...]), "gate")
+        up_BSF = save(linear(x_BSD, self.up[...]), "up")
         h_BSF = self.opts.constrain(jax.nn.silu(gate_BSF) * up_BSF, "batch", "sequence", "act_mlp")
-        return save(linear(h_BSF, self.down), "down")
+        return save(linear(h_BSF, self.down[...]), "down")
 
 
 class Layer(nnx.Module):
@@ -99,10 +98,11 @@ class Layer(nnx.Module):
         self.eps, self.opts = cfg.norm_eps, opts
 
     def __call__(self, x_BSD: jax.Array, rope: Rope, note: Note | None = None) -> jax.Array:
+        x_BSD = save(x_BSD, "layer_input")
         attn = self.attn(x_BSD, rope)
-        h_BSD = x_BSD + rms_norm(attn, self.attn_norm[...], self.eps)
+        h_BSD = x_BSD + norm(attn, self.attn_norm, self.eps)
         mlp = self.mlp(h_BSD)
-        out_BSD = h_BSD + rms_norm(mlp, self.mlp_norm[...], self.eps)
+        out_BSD = h_BSD + norm(mlp, self.mlp_norm, self.eps)
         if note is not None:
             note("attn", attn), note("attn_residual", h_BSD), note("mlp", mlp), note("out", out_BSD)
         return self.opts.constrain(out_BSD, "batch", "sequence", "act_embed")
@@ -117,12 +117,16 @@ class Cycle(nnx.Module):
             setattr(self, f"layer_{j}", Layer(cfg, window, opts, rngs=rngs))
 
     def __call__(self, x_BSD: jax.Array, ropes: dict[bool, Rope], note=None) -> jax.Array:
+        opts = self.opts
+        run = rematerialise(
+            Layer.__call__, opts.remat, scanned=opts.scan_layers, platform=opts.platform
+        )
         for j, window in enumerate(self.pattern):
             layer, rope = getattr(self, f"layer_{j}"), ropes[window == FULL]
             if note is not None:
                 x_BSD = layer(x_BSD, rope, lambda name, x, j=j: note(j, name, x))
             else:
-                x_BSD = rematerialise(Layer.__call__, self.opts.remat)(layer, x_BSD, rope)
+                x_BSD = run(layer, x_BSD, rope)
         return x_BSD
 
 
@@ -136,7 +140,7 @@ class Weight(nnx.Module):
 class Olmo3(nnx.Module):
     """The whole model. `cycles` holds one Cycle whose parameters carry a leading axis of n_cycles."""
 
-    def __init__(self, cfg: Model, opts: ModelOptions = ModelOptions(), *, rngs: nnx.Rngs):
+    def __init__(self, cfg: Model, opts: ModelOptions = DEFAULT, *, rngs: nnx.Rngs):
         self.cfg, self.opts = cfg, opts
         self.embed = Weight(matrix(rngs, cfg, cfg.padded_vocab_size, cfg.d_model))
         make = nnx.vmap(lambda keys: Cycle(cfg, opts, rngs=keys))
@@ -155,7 +159,7 @@ class Olmo3(nnx.Module):
             x_BSD, _ = jax.lax.scan(lambda x, cycle: (cycle(x, ropes), None), x_BSD, self.cycles)
         else:
             x_BSD = self._unrolled(x_BSD, ropes, note)
-        h_BSD = rms_norm(x_BSD, self.final_norm.weight[...], self.cfg.norm_eps)
+        h_BSD = norm(x_BSD, self.final_norm.weight, self.cfg.norm_eps)
         if note is not None:
             note("final_norm", h_BSD)
         return h_BSD

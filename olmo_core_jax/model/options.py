@@ -14,11 +14,11 @@ Shard = Callable[[AxisNames], NamedSharding]
 
 @dataclass(frozen=True)
 class ModelOptions:
-    """compute_dtype: of activations and the matrices' copies. attention: a kernel of attention.py.
-    remat: a policy of remat.py. scan_layers False unrolls the cycles over the same parameters.
+    """compute_dtype: of activations and the matrices' copies. attention: a kernel of attention.py. remat: a policy of
+    remat.py. scan_layers False unrolls the cycles over the same parameters.
 
-    shard maps logical axis names to a sharding; None leaves every array alone. The model says what
-    its axes are called and nothing else about devices.
+    shard maps logical axis names to a sharding; None leaves every array alone. The model says what its axes are called
+    and nothing else about devices.
     """
 
     compute_dtype: str = "float32"
@@ -26,6 +26,11 @@ class ModelOptions:
     scan_layers: bool = True
     remat: str = "none"
     shard: Shard | None = None
+
+    @property
+    def platform(self) -> str:
+        """Of the devices that the program is for: they need not be here when it is only compiled."""
+        return platform_of(self.shard)
 
     def constrain(self, x: jax.Array, *names: str | None) -> jax.Array:
         """x with the sharding of its named axes, or x itself where no mesh is in use."""
@@ -38,7 +43,14 @@ class ModelOptions:
         )
 
 
-def model_options(topology: Topology, compute_dtype: str = "float32", shard=None) -> ModelOptions:
+def platform_of(shard: Shard | None) -> str:
+    """cpu, tpu, gpu ...: of the mesh's devices, or the default backend's where there is no mesh."""
+    return jax.default_backend() if shard is None else shard(()).mesh.devices.flat[0].platform
+
+
+def model_options(
+    topology: Topology, compute_dtype: str = "float32", shard: Shard | None = None
+) -> ModelOptions:
     """The options that a topology asks for."""
     return ModelOptions(
         compute_dtype, topology.attention, topology.scan_layers, topology.remat, shard

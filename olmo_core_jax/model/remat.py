@@ -1,4 +1,22 @@
-"""Rematerialisation policies by name: what a layer keeps for the backward pass."""
+"""Rematerialisation policies by name: what a layer keeps for its backward pass.
+
+Every layer gives these values a name, once each:
+
+    layer_input     what the layer reads, [B, S, D]
+    q, k, v         the projections, before QK-norm and rotary embedding
+    attention       the kernel's output, and its row sums where the kernel keeps them
+    attention_out   the output projection
+    gate, up, down  the MLP's matrix products
+
+Norms, rotary embedding and SwiGLU are computed again under every policy: they cost less than reading back what they
+would keep. Policies, with what each adds to a step of the 7B shape beyond that:
+
+    none               nothing: every matrix product and the attention kernel's output are kept
+    selective          the attention kernel, and the MLP's up projection
+    attention_context  all matrix products, but not the attention kernel
+    block              all matrix products and the attention kernel; only layer inputs are kept
+    offload            as block, with the layer inputs in host memory (TPU and GPU)
+"""
 
 from collections.abc import Callable
 
@@ -7,14 +25,14 @@ from jax.ad_checkpoint import checkpoint_name
 
 from olmo_core_jax.errors import UserError
 
-# Each layer names these values once; a policy is a choice among them.
-NAMES = ("q", "k", "v", "attention", "attention_out", "gate", "up", "down")
+MATRICES = ("q", "k", "v", "attention_out", "gate", "up", "down")
 
-POLICIES: dict[str, tuple[str, ...] | None] = {
-    "none": None,
-    "block": (),
+POLICIES: dict[str, tuple[str, ...]] = {
+    "none": (*MATRICES, "attention"),
     "selective": ("q", "k", "v", "attention_out", "gate", "down"),
     "attention_context": ("attention",),
+    "block": (),
+    "offload": (),
 }
 
 
@@ -23,14 +41,25 @@ def save(x: jax.Array, name: str) -> jax.Array:
     return checkpoint_name(x, name)
 
 
-def rematerialise(layer: Callable, policy: str) -> Callable:
-    """The layer function under a policy. `none` keeps whatever autodiff wants; the others keep the layer's inputs and the
-    listed values, and compute the rest again. Raises UserError for an unknown name."""
+def rematerialise(layer: Callable, policy: str, *, scanned: bool, platform: str) -> Callable:
+    """The layer function under a policy; its arguments are always kept, in host memory with `offload`.
+
+    scanned: the layer is the body of a scan, whose two loops the compiler cannot merge anyway, so that it need not be
+    kept from doing so. Raises UserError for a name that is unknown or that the platform does not have.
+    """
     if policy not in POLICIES:
         raise UserError(
             f"topology: remat {policy!r} is unknown: choose one of {', '.join(POLICIES)}"
         )
     names = POLICIES[policy]
-    if names is None:
-        return layer
-    return jax.checkpoint(layer, policy=jax.checkpoint_policies.save_only_these_names(*names))
+    rule = jax.checkpoint_policies.save_only_these_names(*names)
+    if policy == "offload":
+        if platform == "cpu":
+            raise UserError("topology: remat offload needs a TPU or GPU: choose block")
+        rule = jax.checkpoint_policies.save_and_offload_only_these_names(
+            names_which_can_be_saved=list(names),
+            names_which_can_be_offloaded=["layer_input"],
+            offload_src="device",
+            offload_dst="pinned_host",
+        )
+    return jax.checkpoint(layer, policy=rule, prevent_cse=not scanned)

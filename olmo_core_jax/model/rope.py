@@ -14,14 +14,14 @@ from olmo_core_jax.recipes.schema import Model, RopeScaling
 
 
 class Rope(NamedTuple):
-    """Tables for positions 0..S-1: fp32 [S, K/2] each (both halves of a head turn by the same angles)."""
+    """Tables for positions 0..S-1: fp32 [S, K/2]; the two halves of a head turn by the same angles."""
 
     cos: jax.Array
     sin: jax.Array
 
 
 def rope_tables(cfg: Model, length: int) -> dict[bool, Rope]:
-    """Tables by layer kind: True for full attention (scaled if the recipe scales), False for sliding windows."""
+    """Tables by kind of layer: True for full attention (scaled if the recipe scales), False for windows."""
     plain = _tables(inverse_frequencies(cfg.head_dim, cfg.rope_theta), 1.0, length)
     if cfg.rope_scaling is None:
         return {True: plain, False: plain}
@@ -33,15 +33,15 @@ def apply_rope(x_BSNK: jax.Array, rope: Rope) -> jax.Array:
     """Turns the pairs (i, i + K/2) of every head by their position's angles, in fp32; returns x's dtype."""
     low, high = jnp.split(x_BSNK.astype(jnp.float32), 2, axis=-1)
     cos, sin = rope.cos[:, None, :], rope.sin[:, None, :]
-    return jnp.concatenate([low * cos - high * sin, high * cos + low * sin], axis=-1).astype(
-        x_BSNK.dtype
-    )
+    turned = jnp.concatenate([low * cos - high * sin, high * cos + low * sin], axis=-1)
+    return turned.astype(x_BSNK.dtype)
 
 
 def inverse_frequencies(head_dim: int, theta: float) -> np.ndarray:
-    """theta^(-2i/K) for i in 0..K/2-1, fp32 at every step: at position 8192 an ulp more would be 5e-4 rad."""
+    """theta^(-2i/K) for i in 0..K/2-1 as fp32, to the bit what PyTorch computes: exponents in fp32, the power rounded
+    once, its reciprocal in fp32. (One ulp of the first frequency is 5e-4 rad at position 8192.)"""
     exponents = np.arange(0, head_dim, 2, dtype=np.float32) / np.float32(head_dim)
-    return np.float32(1) / np.float32(theta) ** exponents
+    return np.float32(1) / (theta ** exponents.astype(np.float64)).astype(np.float32)
 
 
 def yarn(head_dim: int, theta: float, scaling: RopeScaling) -> tuple[np.ndarray, float]:

@@ -11,7 +11,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from olmo_core_jax.errors import UserError
 from olmo_core_jax.model.masks import FULL
-from olmo_core_jax.model.options import Shard
+from olmo_core_jax.model.options import Shard, platform_of
 
 BLOCK = 2048  # tokens; smaller blocks leave a TPU's matrix unit idle, larger ones leave its VMEM
 LANES = 128
@@ -22,8 +22,7 @@ def splash(
 ):
     """attention.attend's contract. Blocks outside the window are skipped, forward and backward.
 
-    interpret: run the kernel in Python semantics; default, wherever the backend is no TPU but the
-    caller is not compiling for one either (a mesh of TPU devices counts as one).
+    interpret: emulate the kernel; default, wherever the program is not for a TPU.
     Raises UserError when the sequence is no multiple of 128.
     """
     S, H, K = q_BSHK.shape[1:]
@@ -32,9 +31,9 @@ def splash(
             f"attention splash needs a sequence that is a multiple of {LANES}, not {S}: "
             "choose blockwise for this size"
         )
-    mesh = shard(("batch",)).mesh if shard else None
     if interpret is None:
-        interpret = (mesh.devices.flat[0].platform if mesh else jax.default_backend()) != "tpu"
+        interpret = platform_of(shard) != "tpu"
+    mesh = shard(()).mesh if shard else None
     queries = ("batch", "act_heads", "sequence", None)
     ways = _ways(shard(queries), mesh) if shard else (1, 1, 1, 1)
     kernel = _kernel(S, H, window, _block(S // ways[2], block), ways[1], ways[2], interpret)

@@ -131,7 +131,10 @@ def test_cudnn_refuses_float32():
 
 def test_unknown_kernel_is_named():
     (q, k, v), _ = qkv(16)
-    with pytest.raises(UserError, match="attention 'flash' is unknown.*blockwise"):
+    with pytest.raises(UserError, match=r"attention 'flash' is unknown.*blockwise"):
         attend(q, k, v, window=FULL, kernel="flash")
-    assert resolve_kernel("auto", jnp.float32) == "blockwise"
-    assert resolve_kernel("splash", jnp.float32) == "splash"
+    assert resolve_kernel("auto", jnp.float32, "cpu") == "blockwise"
+    assert resolve_kernel("auto", jnp.float32, "gpu") == "blockwise"
+    assert resolve_kernel("auto", jnp.bfloat16, "gpu") == "cudnn"
+    assert resolve_kernel("auto", jnp.bfloat16, "tpu") == "splash"
+    assert resolve_kernel("splash", jnp.float32, "cpu") == "splash"

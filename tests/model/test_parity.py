@@ -96,8 +96,8 @@ def test_gradients_equal_torch_autograd():
     """Cross-entropy plus z-loss of OLMo-core's own function, differentiated by torch."""
     from olmo_core.nn.functional import cross_entropy_loss
 
-    from olmo_core_jax.train.loss import head_loss, loss_divisor, shifted_targets
     from olmo_core_jax.model.olmo3 import hidden_states
+    from olmo_core_jax.train.loss import head_loss, loss_divisor, shifted_targets
 
     cfg = small_model(n_kv_heads=2)
     model, tokens = olmo_core_model(cfg), tokens_for(cfg)
@@ -126,4 +126,32 @@ def test_gradients_equal_torch_autograd():
     (_, out), ours = jax.value_and_grad(loss, has_aux=True)(jax.tree.map(jnp.asarray, params))
     assert float(out.ce) == pytest.approx(ce.item() / count, rel=1e-6)
     assert float(out.z) == pytest.approx(z.item() / count, rel=1e-6)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-7, rtol=1e-4), ours, theirs)
+
+    def close(a, e):
+        np.testing.assert_allclose(a, e, atol=1e-5 * np.abs(e).max(), rtol=0)
+
+    jax.tree.map(close, ours, theirs)
+
+
+def test_bfloat16_logits_against_transformers():
+    """Both round at other places, so the yardstick is transformers' own distance from its fp32 self."""
+    cfg = small_model()
+    model, tokens = transformers_model(cfg), tokens_for(cfg, batch=4, length=128)
+    params = our_params(model.state_dict(), cfg, TRANSFORMERS)
+    inputs = torch.tensor(tokens).long()
+    with torch.no_grad():
+        exact = model(inputs).logits.numpy()
+        theirs = model.bfloat16()(inputs).logits.float().numpy()
+    ours = logits(params, tokens, cfg, ModelOptions(compute_dtype="bfloat16"))
+    assert ours.dtype == jnp.float32
+
+    def divergence(a, b):
+        p, q = jax.nn.log_softmax(a), jax.nn.log_softmax(b)
+        return float(jnp.mean(jnp.sum(jnp.exp(p) * (p - q), -1)))
+
+    def agreement(a, b):
+        return float(np.mean(np.argmax(a, -1) == np.argmax(b, -1)))
+
+    assert divergence(exact, ours) < 1.2 * divergence(exact, theirs)
+    assert divergence(theirs, ours) < 2 * divergence(exact, theirs)
+    assert agreement(exact, ours) > agreement(exact, theirs) - 0.02

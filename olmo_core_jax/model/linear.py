@@ -1,0 +1,29 @@
+"""The product with an (out, in) matrix, and its gradients in the precision that they deserve."""
+
+import jax
+import jax.numpy as jnp
+
+
+@jax.custom_vjp
+def linear(x: jax.Array, weight: jax.Array) -> jax.Array:
+    """x [..., I] times the transposed master weight [O, I], computed and returned in x's dtype.
+
+    The weight's gradient leaves the product in fp32 even where x is bf16, so that sums over devices and micro-batches
+    are fp32 sums, as the reference's are.
+    """
+    return jnp.einsum("...i,oi->...o", x, weight.astype(x.dtype))
+
+
+def _forward(x, weight):
+    return linear(x, weight), (x, weight)
+
+
+def _backward(residuals, d_out):
+    x, weight = residuals
+    d_x = jnp.einsum("...o,oi->...i", d_out, weight.astype(d_out.dtype))
+    d_out_NO, x_NI = d_out.reshape(-1, d_out.shape[-1]), x.reshape(-1, x.shape[-1])
+    d_weight = jnp.einsum("no,ni->oi", d_out_NO, x_NI, preferred_element_type=jnp.float32)
+    return d_x, d_weight.astype(weight.dtype)
+
+
+linear.defvjp(_forward, _backward)
