@@ -134,6 +134,7 @@ class Launcher:
         jobset = self._find()
         if jobset is None:
             return False
+        progress.note_cancelled(self.job, jobset["metadata"]["uid"])
         self._delete(jobset)
         self._wait_until_gone(jobset)
         return True
@@ -305,6 +306,10 @@ class Launcher:
         if self._finished():
             self._tell("the JobSet is gone; the stage's result is there")
             return None
+        if self._patiently(lambda: progress.was_cancelled(self.job, jobset["metadata"]["uid"])):
+            raise JobFailed(
+                f"{self.job.folder} was cancelled by hand; what it saved is kept", CRASH
+            )
         if (there := self._find()) is not None:
             return there  # the turn that follows compares its uid
         self.say("the JobSet was deleted, not by this controller; submitting it again")

@@ -40,6 +40,19 @@ def record_launch(job: Job, jobset: dict[str, Any], facts: dict[str, Any]) -> No
         storage.write_json(uri, seen | facts)
 
 
+def note_cancelled(job: Job, uid: str) -> None:
+    """Keeps that this JobSet was deleted on purpose, so that no controller makes it anew."""
+    storage.write_text(_cancelled(job, uid), "deleted on purpose\n")
+
+
+def was_cancelled(job: Job, uid: str) -> bool:
+    return storage.exists(_cancelled(job, uid))
+
+
+def _cancelled(job: Job, uid: str) -> str:
+    return storage.join(job.run_root, job.folder, LAUNCHES, f"cancelled.{uid[:8]}")
+
+
 def launches(run_root: str, folder: str) -> list[dict[str, Any]]:
     """All submissions of a stage, oldest first."""
     where = storage.join(run_root, folder, LAUNCHES)

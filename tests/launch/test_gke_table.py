@@ -226,7 +226,19 @@ def test_pods_that_do_not_start_are_explained(tmp_path):
             )
         )
         assert not said(lab, "follower pod")
-        lab.launcher().cancel()
+        lab.kill.set()
+
+
+def test_cancelling_by_hand_also_ends_a_controller_that_watches(tmp_path):
+    with Lab(tmp_path, gate=True) as lab:
+        controller = lab.start()
+        lab.running()
+        assert lab.launcher().cancel() is True
+        with pytest.raises(JobFailed, match="cancelled by hand"):
+            controller.finish()
+        assert len(lab.api.seen("create", "jobsets")) == 1 and lab.cluster.jobset() is None
+        lab.open_gate()
+        assert lab.start().finish().outputs["state"] == chain(20)  # and it can be started again
 
 
 def test_a_deleted_jobset_is_confirmed_twice_and_submitted_again(tmp_path):
@@ -322,7 +334,7 @@ def test_a_name_that_somebody_else_has_is_refused(tmp_path):
             ("jobset.x-k8s.io", "jobsets", "default", name),
             {"metadata": {"name": name}, "spec": spec},
         )
-        with pytest.raises(Exception, match="is not of this run"):
+        with pytest.raises(Exception, match=r"is not of this run"):
             lab.start().finish()
 
 
@@ -358,11 +370,11 @@ def test_another_shape_goes_on_from_the_last_checkpoint(tmp_path):
 def test_a_cluster_without_jobset_or_kueue_is_said_so(tmp_path):
     with Lab(tmp_path) as lab:
         lab.api.fail(404, "create", "jobsets")
-        with pytest.raises(UserError, match="no JobSet v1alpha2, or no namespace default"):
+        with pytest.raises(UserError, match=r"no JobSet v1alpha2, or no namespace default"):
             lab.start().finish()
     with Lab(tmp_path) as lab:
         lab.api.fail(404, "list", "workloads", times=10)
-        with pytest.raises(UserError, match="no Kueue v1beta2 .0.17 or newer."):
+        with pytest.raises(UserError, match=r"no Kueue v1beta2 .0\.17 or newer."):
             lab.start().finish()
 
 

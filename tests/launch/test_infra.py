@@ -1,0 +1,88 @@
+"""infra/ as far as it can be checked without a cloud, and the guides against the command line."""
+
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+import yaml
+
+from olmo_core_jax.launch.profile import load_profile
+
+ROOT = Path(__file__).resolve().parents[2]
+INFRA = ROOT / "infra"
+GUIDES = [INFRA / "README.md", ROOT / "docs" / "reproduce-on-gke.md"]
+
+
+@pytest.mark.parametrize("path", sorted((INFRA / "launch").glob("*.yaml")), ids=lambda p: p.stem)
+def test_launch_profiles_are_valid(path):
+    profile = load_profile(str(path))
+    assert profile.name == path.stem
+    if profile.backend == "gke":
+        assert profile.gke_of("build_index").processes == 1
+        assert profile.gke_of("stage1_train").processes > 1
+
+
+def test_queues_cover_what_the_profiles_ask_for():
+    from olmo_core_jax.launch.quota import free_of, needs
+
+    documents = [
+        d for p in (INFRA / "k8s").glob("*.yaml") for d in yaml.safe_load_all(p.read_text()) if d
+    ]
+    flavors = {d["metadata"]["name"]: d for d in documents if d["kind"] == "ResourceFlavor"}
+    queues = {d["metadata"]["name"]: d for d in documents if d["kind"] == "ClusterQueue"}
+    for path in (INFRA / "launch").glob("*.yaml"):
+        profile = load_profile(str(path))
+        for stage in ("stage1_train", "convert_weights") if profile.gke else ():
+            gke = profile.gke_of(stage)
+            quota = free_of(queues[gke.queue], flavors, gke)
+            for resource, amount in needs(gke).items():
+                assert quota.get(resource, 0) >= amount, (path.stem, stage, resource)
+
+
+def test_kustomization_lists_every_file():
+    listed = yaml.safe_load((INFRA / "k8s" / "kustomization.yaml").read_text())["resources"]
+    there = {p.name for p in (INFRA / "k8s").glob("*.yaml")} - {"kustomization.yaml"}
+    assert set(listed) == there
+
+
+@pytest.mark.skipif(not shutil.which("kubectl"), reason="kubectl is not installed")
+def test_kustomize_builds():
+    done = subprocess.run(
+        ["kubectl", "kustomize", str(INFRA / "k8s")], capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    assert len(list(yaml.safe_load_all(done.stdout))) == 17
+
+
+@pytest.mark.skipif(not shutil.which("terraform"), reason="terraform is not installed")
+def test_terraform_is_formatted():
+    done = subprocess.run(
+        ["terraform", "fmt", "-check", "-diff", str(INFRA / "terraform")],
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("guide", GUIDES, ids=lambda p: p.name)
+def test_guides_name_verbs_and_files_that_exist(guide):
+    from typer.main import get_command
+
+    from olmo_core_jax.cli import app
+
+    text = guide.read_text()
+    verbs = set(get_command(app).commands)
+    for word in re.findall(r"olmo-jax ([a-z][a-z|-]+)", text):
+        assert set(word.split("|")) <= verbs, word
+    for path in re.findall(r"(?<![\w/.-])((?:infra|docs|flows|tests)/[\w./-]+\w)", text):
+        assert (ROOT / path).exists(), path
+
+
+def test_image_files_copy_what_exists():
+    text = (INFRA / "docker" / "Dockerfile").read_text()
+    for line in re.findall(r"^COPY (?!--from)(.*)$", text, re.MULTILINE):
+        *sources, _ = [w for w in line.split() if not w.startswith("--")]
+        for source in sources:
+            assert (ROOT / source).exists(), source
