@@ -111,10 +111,10 @@ def _trainer(context: Context, open_things: contextlib.ExitStack):
     if jax.process_index() == 0 and first_step <= section.last_step:  # the one writer
         writer = metrics.MetricsWriter(context.path("metrics"), first_step)
         trainer.metrics = open_things.enter_context(closing(writer))
-        trainer.instances = metrics.LineLog(context.path("instances.jsonl"))
-        open_things.callback(trainer.instances.flush)
-        plan = context.args.interrupt
-        trainer.interruption = interruption.of_attempt(plan, writer.attempt)
+        trainer.instances = lines = metrics.LineLog(context.path("instances.jsonl"))
+        open_things.callback(lines.flush)
+        writer.attempt = lines.attempt = max(writer.attempt, lines.attempt)
+        trainer.interruption = interruption.of_attempt(context.args.interrupt, writer.attempt)
         _note_attempt(context, trainer, writer.attempt, first_step)
     return trainer
 

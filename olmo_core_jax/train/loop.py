@@ -77,8 +77,10 @@ class Trainer:
     last: Update | None = None
     _bad_in_a_row: int = field(default=0, init=False)
     _in_flight: deque = field(default_factory=deque, init=False)
+    _began: float = field(default=0.0, init=False)
     _ended: float | None = field(default=None, init=False)
     _printed: float = field(default=0.0, init=False)
+    _saving: dict[str, float] = field(default_factory=dict, init=False)
     _delivered: Delivered = field(init=False)
 
     def __post_init__(self):
@@ -93,6 +95,7 @@ class Trainer:
         vote = StopVote(self.mesh) if jax.process_count() > 1 else None
         begun = step = int(self.state.step)
         self.stop.poll()
+        self._began = time.monotonic()
         while step < self.stage.last_step:
             step += 1
             self._dispatch(step, vote)
@@ -106,7 +109,7 @@ class Trainer:
                 raise Preempted(f"told to stop: checkpoint {step} is saved")
         self._settle(leave=0)
         if begun == step:
-            log.info("nothing left to do: %d updates are made", step)
+            self._log("nothing left to do: %d updates are made", step)
         self._save(step)
         self.store.wait()
         return self.state
@@ -145,6 +148,8 @@ class Trainer:
         ce, z, norm, skipped = (float(x) for x in jax.device_get(done.metrics))
         now = time.monotonic()
         seconds = None if self._ended is None else now - self._ended
+        if seconds is None:
+            self._log("the first update took %.1f s, compile included", now - self._began)
         self._ended = now
         update = Update(
             done.step,
@@ -157,21 +162,19 @@ class Trainer:
             done.data_seconds,
             seconds,
         )
-        values = self.meter.values(update)
+        values = self.meter.values(update) | self._saving
+        self._saving = {}
         self.last, self.skipped = update, self.skipped + int(skipped)
         if self.metrics is not None:
             self.metrics.write(done.step, values)
-            self._print(update, now)
         if self.instances is not None:
             given = digest(np.asarray(done.instances))
             line = Line(done.step, self.instances.attempt, given, done.tokens_digest)
             self.instances.write(line.__dict__)
-        self._watch(update)
-
-    def _print(self, update: Update, now: float) -> None:
         if now - self._printed > PRINT_SECONDS or update.step == self.stage.last_step:
-            log.info(self.meter.line(update))
+            self._log(self.meter.line(update))
             self._printed = now
+        self._watch(update)
 
     def _watch(self, update: Update) -> None:
         self._bad_in_a_row = 0 if update.finite else self._bad_in_a_row + 1
@@ -204,12 +207,17 @@ class Trainer:
             "data": self.loader.state(),
         }
         began = time.monotonic()
-        if self.store.save(step, state_tree(self.state), meta) and self.metrics is not None:
-            log.info(
-                "checkpoint %d: run step %d, schedule %d, Adam %d, batches %d, tokens %d (%.2f s)",
-                *(step, made, step, adam, given, meta["tokens_seen"], time.monotonic() - began),
+        if self.store.save(step, state_tree(self.state), meta):
+            self._saving = {"checkpoint/save_duration_s": time.monotonic() - began}
+            self._log(
+                "checkpoint %d: run step %d, schedule %d, Adam %d, batches %d, tokens %d",
+                *(step, made, step, adam, given, meta["tokens_seen"]),
             )
             self._strike(step, "save")
+
+    def _log(self, text: str, *values) -> None:
+        if jax.process_index() == 0:
+            log.info(text, *values)
 
     def _strike(self, step: int, moment) -> None:
         if self.interruption is not None:

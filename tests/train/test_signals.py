@@ -10,7 +10,7 @@ import tiny
 from processes import finish, read_until, start_training
 
 from olmo_core_jax import recipes
-from olmo_core_jax.errors import OK, PREEMPTED
+from olmo_core_jax.errors import CRASH, OK, PREEMPTED
 
 UPDATES = 300
 
@@ -120,6 +120,32 @@ def test_killed_during_a_save(unbroken, tmp_path, seed):
     job.kill()
     finish(job)
     finish_and_compare(unbroken, recipe, root)
+
+
+@pytest.mark.slow
+def test_a_lost_disk_ends_the_job_at_the_next_save(unbroken, tmp_path):
+    recipe, root = fresh(unbroken, tmp_path)
+    checkpoints = root / "stage1_train" / "checkpoints"
+    job = start_training(recipe, root)
+    read_until(job, "checkpoint 40:")
+    checkpoints.rename(root / "taken away")
+    checkpoints.write_text("no folder any more")
+    code, output = finish(job, timeout=60)
+    assert code == CRASH and "could not be written" in output, output
+    checkpoints.unlink()
+    (root / "taken away").rename(checkpoints)
+    finish_and_compare(unbroken, recipe, root)
+
+
+@pytest.mark.slow
+def test_interruptions_as_planned(unbroken, tmp_path):
+    recipe, root = fresh(unbroken, tmp_path)
+    codes = []
+    for _ in range(4):
+        job = start_training(recipe, root, "--interrupt", "30:term,70:kill,100:save")
+        codes.append(finish(job)[0])
+    assert codes == [PREEMPTED, -signal.SIGKILL, -signal.SIGKILL, OK]
+    tiny.assert_same_run(unbroken[1], root, UPDATES)
 
 
 @pytest.mark.slow
