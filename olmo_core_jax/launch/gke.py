@@ -88,9 +88,8 @@ class Launcher:
 
     def submit(self) -> Object | None:
         """Creates the JobSet, or finds the one that is there. None: a launch of ours had already finished the stage."""
-        jobset = self._find()
+        jobset = self._find() or self._await_orphans()
         if jobset is None:
-            self._await_orphans()
             if self._finished() and progress.launches(self.job.run_root, self.job.folder):
                 return None
             return self._create(1)
@@ -146,11 +145,7 @@ class Launcher:
         fresh = self._find()
         if fresh is None:
             return self._deleted(jobset)
-        if fresh["metadata"]["uid"] != jobset["metadata"]["uid"]:
-            raise JobFailed(
-                f"JobSet {self.name} was replaced by another one that is not of this launch: nothing was done",
-                CRASH,
-            )
+        self._must_be(jobset, fresh)
         seen = self._look(fresh)
         logs.follow(seen.pods, self.gke.watching.log_pods == "leader")
         decision = decide(seen, self.gke.watching, memory, time.monotonic())
@@ -302,7 +297,9 @@ class Launcher:
 
     def _deleted(self, jobset: Object) -> Object | None:
         """Somebody deleted it, or its time to live was over."""
-        self._await_orphans()
+        if (there := self._await_orphans() or self._find()) is not None:
+            self._must_be(jobset, there)
+            return there  # the API server was wrong
         if self._finished():
             self._tell("the JobSet is gone; the stage's result is there")
             return None
@@ -310,16 +307,24 @@ class Launcher:
             raise JobFailed(
                 f"{self.job.folder} was cancelled by hand; what it saved is kept", CRASH
             )
-        if (there := self._find()) is not None:
-            return there  # the turn that follows compares its uid
         self.say("the JobSet was deleted, not by this controller; submitting it again")
         return self._create(1)
 
-    def _await_orphans(self) -> None:
-        """Whatever the API says of the JobSet, pods that run are a job that runs."""
+    def _must_be(self, jobset: Object, there: Object) -> None:
+        if there["metadata"]["uid"] != jobset["metadata"]["uid"]:
+            raise JobFailed(
+                f"JobSet {self.name} was replaced by another one that is not of this launch: nothing was done",
+                CRASH,
+            )
+
+    def _await_orphans(self) -> Object | None:
+        """Whatever the API says of the JobSet, pods that run are a job that runs. The JobSet, if it is there after all."""
         while not self._finished() and self._pods_alive():
             self._tell("the API shows no JobSet, but its pods are there; waiting")
             self.sleep(CONFIRM_SECONDS)
+            if (there := self._find()) is not None:
+                return there
+        return None
 
     def _find(self) -> Object | None:
         """The JobSet; None only when the API server has said twice that there is none."""

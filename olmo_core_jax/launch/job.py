@@ -70,10 +70,13 @@ def final_eval(recipe: str, run_root: str) -> Job:
     return Job("evaluate", "final_eval", recipe, run_root, ("--final",))
 
 
-def replay(recipe: str, run_root: str, window: str, checkpoints: str = "") -> Job:
+def replay(
+    recipe: str, run_root: str, window: str, checkpoints: str = "", partial: bool = False
+) -> Job:
     """window: STAGE/N:K; checkpoints: where the reference's step folders are, if not where the recipe says."""
     folder = window.replace("/", "-").replace(":", "-")
     flags = (f"--window={window}", *([f"--checkpoints={checkpoints}"] if checkpoints else []))
+    flags = (*flags, "--partial") if partial else flags
     return Job("replay", f"replay/{folder}", recipe, run_root, flags)
 
 

@@ -326,6 +326,23 @@ def test_a_jobset_of_that_name_with_another_uid_is_not_ours(tmp_path):
         assert not lab.api.seen("delete")
 
 
+def test_one_that_was_replaced_while_the_api_said_404_is_not_ours(tmp_path):
+    with Lab(tmp_path, gate=True) as lab:
+        controller = lab.start()
+        lab.running()
+        lab.api.fail(404, "get", "jobsets", times=2)
+        key = ("jobset.x-k8s.io", "jobsets", "default", lab.cluster.jobset()["metadata"]["name"])
+        with lab.cluster.guard, lab.store.changed:
+            body = lab.store.get(key)
+            lab.store.remove(key)
+            lab.store.create(
+                key, {"metadata": {"name": key[3]}, "spec": body["spec"] | {"suspend": True}}
+            )
+        with pytest.raises(JobFailed, match="replaced by another one"):
+            controller.finish()
+        assert not lab.api.seen("delete")
+
+
 def test_a_name_that_somebody_else_has_is_refused(tmp_path):
     with Lab(tmp_path) as lab:
         name = names.jobset_name(lab.root, "stage1_train")
