@@ -35,6 +35,11 @@ class Replay(FlowSpec):
         default="",
         help="where step{N} folders are, if not where the recipe says (gs://, https:// or a folder)",
     )
+    partial = Parameter(
+        "partial",
+        default=False,
+        help="compare only what the reference logged, and no state at a window's end",
+    )
     output = Parameter(
         "output", default="", help="run root (default: runs/replay-<recipe>-<run id>)"
     )
@@ -65,7 +70,7 @@ class Replay(FlowSpec):
 
         self.replays = self.input
         self.replayed = self._run(
-            job.replay(self.recipe_file, self.run_root, self.input, self.checkpoints)
+            job.replay(self.recipe_file, self.run_root, self.input, self.checkpoints, self.partial)
         )
         self.next(self.join)
 

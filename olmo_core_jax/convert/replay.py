@@ -49,7 +49,11 @@ LIMITS = {
 
 
 def native_state(
-    native: NativeCheckpoint, mesh: Mesh, stage: Stage, precision: Precision, curve: Rows
+    native: NativeCheckpoint,
+    mesh: Mesh,
+    stage: Stage,
+    precision: Precision,
+    history: tuple[np.ndarray, np.ndarray, int],
 ) -> TrainState:
     """A training state from a native checkpoint, born on its shardings, one piece in memory at a
     time.
@@ -60,7 +64,7 @@ def native_state(
     def number(value, dtype) -> jax.Array:
         return jax.device_put(jnp.asarray(value, dtype), whole)
 
-    losses, norms, seen = skip_history(curve, native.step or 0, stage)
+    losses, norms, seen = history
     trees = {"params": native.params(precision.params)} | {
         part: native.moments(part, precision.moments) for part in MOMENTS
     }
@@ -95,10 +99,13 @@ def _array(lazy: LazyArray, sharding) -> jax.Array:
     return jax.make_array_from_callback(lazy.shape, sharding, read)
 
 
-def skip_history(curve: Rows, step: int, stage: Stage) -> tuple[np.ndarray, np.ndarray, int]:
+def skip_history(
+    curve: Rows, step: int, stage: Stage, partial: bool = False
+) -> tuple[np.ndarray, np.ndarray, int]:
     """The skip rule's rings after update `step`, from the reference's log of a run that began at 1.
 
-    Raises UserError where the log lacks updates that the rule looks back on.
+    Where the log lacks updates that the rule looks back on: empty rings, as after a restart, if
+    `partial`; else UserError.
     """
     window = stage.optimizer.skip.window if stage.optimizer.skip else 2
     losses, norms = np.zeros(window, np.float32), np.zeros(window, np.float32)
@@ -106,6 +113,8 @@ def skip_history(curve: Rows, step: int, stage: Stage) -> tuple[np.ndarray, np.n
         return losses, norms, 0
     for update in range(max(1, step - window + 1), step + 1):
         if update not in curve:
+            if partial:
+                return np.zeros_like(losses), np.zeros_like(norms), 0
             raise UserError(
                 f"the reference's curve has no update {update}, on which skipping depends"
             )
@@ -199,18 +208,21 @@ def _relative_gap(a: jax.Array, b: jax.Array) -> jax.Array:
 
 @dataclass(frozen=True)
 class Replayed:
-    """A window's outcome, judged by the limits of the compute dtype."""
+    """A window's outcome, judged by the limits of the compute dtype. end: None where the reference
+    has no checkpoint of it.
+    """
 
     window: Window
     updates: list[UpdateGap]
-    end: StateGap
+    end: StateGap | None
     dtype: str
 
     def figures(self) -> dict[str, float]:
         """The numbers of the window's row, by name."""
         exact = [u.grad_norm_fp64 for u in self.updates if u.grad_norm_fp64 is not None]
         found = {
-            "updates": len(self.updates),
+            "updates": self.window.updates,
+            "updates compared": len(self.updates),
             "CE difference, largest": max(u.ce_gap for u in self.updates),
             "gradient norm, largest relative difference": max(
                 u.grad_norm_gap for u in self.updates
@@ -218,13 +230,14 @@ class Replayed:
             "LR, largest relative difference": max(u.rate_gap for u in self.updates),
             "skipped here": sum(u.skipped for u in self.updates),
             "skipped there": sum(u.reference_skipped for u in self.updates),
-            "Adam count": self.end.adam_count,
-            "Adam count (reference)": self.end.reference_adam_count,
         }
         if exact:
             found["gradient norm against fp64, largest relative difference"] = max(exact)
-        for part, (_, gap) in self.end.worst.items():
-            found[f"{part} at the end, largest relative difference"] = gap
+        if self.end is not None:
+            found["Adam count"] = self.end.adam_count
+            found["Adam count (reference)"] = self.end.reference_adam_count
+            for part, (_, gap) in self.end.worst.items():
+                found[f"{part} at the end, largest relative difference"] = gap
         return found | {"passed": float(not self.failures())}
 
     def failures(self) -> list[str]:
@@ -240,6 +253,8 @@ class Replayed:
                     found.append(f"update {u.step}: {what} {gap:.3g}, limit {limit:.3g}")
             if u.skipped != u.reference_skipped:
                 found.append(f"update {u.step}: skipped {'here' if u.skipped else 'there'} only")
+        if self.end is None:
+            return found
         if self.end.adam_count != self.end.reference_adam_count:
             found.append(
                 f"Adam count {self.end.adam_count}, the reference's {self.end.reference_adam_count}"

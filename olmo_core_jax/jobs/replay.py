@@ -30,6 +30,12 @@ def flags(parser: argparse.ArgumentParser) -> None:
         metavar="URI",
         help="where the reference's step{N} folders are (default: those that the recipe names)",
     )
+    parser.add_argument(
+        "--partial",
+        action="store_true",
+        help="compare what the reference has: only the updates that it logged, no state at the end, "
+        "an empty skip history where its log lacks it",
+    )
 
 
 def folder(args: argparse.Namespace) -> str:
@@ -41,7 +47,7 @@ def inputs(context: Context) -> dict[str, str]:
     """Digests of the reference's curve and of the metadata of its two checkpoints."""
     window, stage = _window(context)
     found = {"curve": file_digest(_reference(stage, window).curve)}
-    for step in (window.first, window.last):
+    for step in _steps(context, window):
         path = _native(context, window, step)
         found[f"step{step}"] = ranges.digest(storage.join(path, "model_and_optim", ".metadata"))
     return found
@@ -59,24 +65,23 @@ def work(context: Context) -> Outcome:
     window, stage = _window(context)
     recipe = context.recipe
     curve = read_csv(_reference(stage, window).curve)
-    missing = [n for n in range(window.first + 1, window.last + 1) if n not in curve]
-    if missing:
-        raise UserError(f"window {window}: the reference's curve has no update {missing[0]}")
-    start, end = (
-        open_native(_native(context, window, step), recipe.model)
-        for step in (window.first, window.last)
-    )
-    for native, step in ((start, window.first), (end, window.last)):
-        if native.step != step:
-            raise UserError(f"{native.path} is the checkpoint of update {native.step}, not {step}")
+    _require_logged(window, curve, context.args.partial)
+    states = {
+        n: open_native(_native(context, window, n), recipe.model) for n in _steps(context, window)
+    }
+    for n, native in states.items():
+        if native.step != n:
+            raise UserError(f"{native.path} is the checkpoint of update {native.step}, not {n}")
+    start, end = states[window.first], states.get(window.last)
     grid = mesh.make_mesh(context.topology.mesh)
-    state = replay.native_state(start, grid, stage, recipe.precision, curve)
+    history = replay.skip_history(curve, window.first, stage, context.args.partial)
+    state = replay.native_state(start, grid, stage, recipe.precision, history)
     log.info("window %s: Adam count %d, %d updates", window, start.adam_step, window.updates)
     state, gaps = _updates(context, window, stage, grid, state, curve)
     done = replay.Replayed(
         window,
         gaps,
-        replay.compare_state(state, end, grid, recipe.precision),
+        replay.compare_state(state, end, grid, recipe.precision) if end else None,
         recipe.precision.compute,
     )
     if jax.process_index() == 0:
@@ -85,9 +90,11 @@ def work(context: Context) -> Outcome:
         log.warning("%s", failure)
     verdict = "the same run" if not done.failures() else "; ".join(done.failures()[:5])
     log.info("window %s: %s", window, verdict)
-    notes = {f"farthest of {part}": name for part, (name, _) in done.end.worst.items()}
+    worst = done.end.worst if done.end else {}
+    notes = {f"farthest of {part}": name for part, (name, _) in worst.items()}
+    outputs = {"updates": context.path("updates.csv"), "start": start.path}
     return Outcome(
-        outputs={"updates": context.path("updates.csv"), "start": start.path, "end": end.path},
+        outputs=outputs | ({"end": end.path} if end else {}),
         figures=done.figures(),
         notes={"verdict": verdict, **notes},
     )
@@ -135,9 +142,25 @@ def _updates(context: Context, window: Window, stage: Stage, grid, state, curve)
             whole = mesh.global_batch(grid, stage.batch_instances, rows, batch)
             rate = np.float32(learning_rate(stage, number))
             state, metrics = update(state, whole, rate)
-            gaps.append(replay.compare_update(number, stage, metrics, curve[number]))
-            log.info("update %d: CE differs by %.2g", number, gaps[-1].ce_gap)
+            if number in curve:
+                gaps.append(replay.compare_update(number, stage, metrics, curve[number]))
+                log.info("update %d: CE differs by %.2g", number, gaps[-1].ce_gap)
     return state, gaps
+
+
+def _steps(context: Context, window: Window) -> list[int]:
+    """The updates whose checkpoints are read."""
+    return [window.first] if context.args.partial else [window.first, window.last]
+
+
+def _require_logged(window: Window, curve, partial: bool) -> None:
+    updates = range(window.first + 1, window.last + 1)
+    missing = [n for n in updates if n not in curve]
+    if len(missing) == len(updates) or (missing and not partial):
+        raise UserError(
+            f"window {window}: the reference's curve has no update {missing[0]}"
+            + ("" if partial else " (--partial compares the ones that it has)")
+        )
 
 
 def _window(context: Context) -> tuple[Window, Stage]:

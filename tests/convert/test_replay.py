@@ -55,7 +55,8 @@ def machine(tmp_path_factory):
 
 def start_state(grid):
     native = open_native(NATIVE[FIRST], LAPTOP.model)
-    return replay.native_state(native, grid, STAGE, LAPTOP.precision, CURVE)
+    history = replay.skip_history(CURVE, FIRST, STAGE)
+    return replay.native_state(native, grid, STAGE, LAPTOP.precision, history)
 
 
 def take(machine, state, updates: int, shift: int = 0) -> tuple:
@@ -84,7 +85,7 @@ def test_the_references_own_stretch(machine):
     done = verdict(machine, *take(machine, start_state(machine[0]), WINDOW.updates))
     assert done.failures() == []
     figures = done.figures()
-    assert figures["updates"] == 20
+    assert figures["updates"] == figures["updates compared"] == 20
     assert figures["CE difference, largest"] < 1e-5
     assert figures["gradient norm, largest relative difference"] < 1e-3
     assert figures["LR, largest relative difference"] == 0
@@ -150,6 +151,22 @@ def test_history_needs_the_log(machine):
     curve = {k: v for k, v in CURVE.items() if k != FIRST - 5}
     with pytest.raises(UserError, match=rf"no update {FIRST - 5}, on which skipping depends"):
         replay.skip_history(curve, FIRST, STAGE)
+
+
+def test_what_the_reference_does_not_have(machine):
+    """As with a published run that logs few updates and keeps few checkpoints."""
+    few = {k: v for k, v in CURVE.items() if k % 10 == 0}
+    losses, norms, seen = replay.skip_history(few, FIRST, STAGE, partial=True)
+    assert seen == 0 and not losses.any() and not norms.any()
+    gaps = [replay.UpdateGap(FIRST + 10, 3.0, 3.0, 1.0, 1.0, 0.0, False, False, None)]
+    done = replay.Replayed(WINDOW, gaps, None, "float32")
+    assert done.failures() == [] and done.figures()["updates compared"] == 1
+    assert "Adam count" not in done.figures()
+    with pytest.raises(UserError, match=f"no update {FIRST + 1} .--partial"):
+        job._require_logged(WINDOW, few, partial=False)
+    job._require_logged(WINDOW, few, partial=True)
+    with pytest.raises(UserError, match=f"no update {FIRST + 1}"):
+        job._require_logged(WINDOW, {}, partial=True)
 
 
 def test_history_is_the_ring_of_an_unbroken_run():
