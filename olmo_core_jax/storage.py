@@ -176,17 +176,22 @@ def create_exclusive(uri: str, data: bytes) -> bool:
 
 
 def read_versioned(uri: str) -> tuple[bytes, int]:
-    """A bucket object's content and generation; (b"", 0) where there is none."""
-    from google.api_core.exceptions import NotFound
+    """A bucket object's content and its generation; (b"", 0) where there is none."""
+    from google.api_core.exceptions import NotFound, PreconditionFailed
 
     bucket, key = _split(uri)
-    blob = _client().bucket(bucket).get_blob(key, retry=_retry(), timeout=60)
-    if blob is None:
-        return b"", 0
-    try:
-        return blob.download_as_bytes(retry=_retry(), timeout=60), int(blob.generation)
-    except NotFound:
-        return b"", 0
+    while True:
+        blob = _client().bucket(bucket).get_blob(key, retry=_retry(), timeout=60)
+        if blob is None or blob.generation is None:
+            return b"", 0
+        generation = int(blob.generation)
+        try:
+            content = blob.download_as_bytes(
+                if_generation_match=generation, retry=_retry(), timeout=60
+            )
+            return content, generation
+        except (NotFound, PreconditionFailed):
+            continue  # it was replaced between the two requests: look again
 
 
 def write_if(uri: str, data: bytes, generation: int) -> int | None:
@@ -254,7 +259,7 @@ def _split(uri: str) -> tuple[str, str]:
 
 
 @functools.cache
-def _client():
+def _client() -> Any:  # google's own types call most of a blob optional
     try:
         from google.cloud import storage
     except ImportError:

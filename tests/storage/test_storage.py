@@ -1,0 +1,157 @@
+"""The small door: the same promises for folders and for a bucket (an emulator that the real Google client talks to)."""
+
+import json
+import os
+import socket
+import threading
+import time
+from http import HTTPStatus
+
+import pytest
+
+from olmo_core_jax import storage
+from olmo_core_jax.errors import Locked, UserError
+from olmo_core_jax.jobs import lock
+
+
+def conditional(server, objects):
+    """The emulator with what it leaves out: uploads on the condition of a generation (0: there is no object)."""
+    whole = threading.Lock()
+
+    def insert(request, response, store, *args, **kwargs):
+        with whole:
+            wanted = request.query.get("ifGenerationMatch", [None])[0]
+            name = request.query.get("name", [None])[0] or _name_in(request)
+            try:
+                now = store.get_file_obj(request.params["bucket_name"], name)["generation"]
+            except Exception:
+                now = "0"
+            if wanted is not None and wanted != now:
+                response.status = HTTPStatus.PRECONDITION_FAILED
+                return None
+            return objects.insert(request, response, store, *args, **kwargs)
+
+    return [
+        (pattern, {verb: insert if h is objects.insert else h for verb, h in methods.items()})
+        for pattern, methods in server.HANDLERS
+    ]
+
+
+def _name_in(request):
+    """The name in a multipart upload's first part."""
+    return request.data["meta"]["name"]
+
+
+@pytest.fixture(params=["folder", "bucket"])
+def root(request, tmp_path, monkeypatch):
+    if request.param == "folder":
+        yield str(tmp_path)
+        return
+    pytest.importorskip("google.cloud.storage")
+    server = pytest.importorskip("gcp_storage_emulator.server")
+    objects = pytest.importorskip("gcp_storage_emulator.handlers.objects")
+    monkeypatch.setattr(server, "HANDLERS", conditional(server, objects))
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port = s.getsockname()[1]
+    running = server.create_server("127.0.0.1", port, in_memory=True, default_bucket="b")
+    monkeypatch.setenv("STORAGE_EMULATOR_HOST", f"http://127.0.0.1:{port}")
+    storage._client.cache_clear()
+    running.start()
+    yield "gs://b/root"
+    running.stop()
+    storage._client.cache_clear()
+
+
+def test_what_is_written_is_read(root):
+    uri = storage.join(root, "a/b.json")
+    assert not storage.exists(uri)
+    storage.write_json(uri, {"x": 1})
+    assert storage.read_json(uri) == {"x": 1}
+    storage.write_bytes(uri, b"0123456789")
+    assert storage.read_bytes(uri, 3, 4) == b"3456"
+    assert storage.size(uri) == 10
+    storage.delete(uri)
+    storage.delete(uri)
+    for read in (storage.size, storage.read_bytes):
+        with pytest.raises(FileNotFoundError):
+            read(uri)
+
+
+def test_listing(root):
+    for name in ("x/1", "x/deep/2", "y"):
+        storage.write_text(storage.join(root, name), name)
+    found = [(e.name, e.size, e.is_dir) for e in storage.list_dir(root)]
+    assert found == [("x", 0, True), ("y", 1, False)]
+    assert sorted(storage.walk(storage.join(root, "x"))) == [("1", 3), ("deep/2", 8)]
+    assert storage.list_dir(storage.join(root, "nowhere")) == []
+
+
+def test_exactly_one_creates(root):
+    uri, won = storage.join(root, "claim"), []
+
+    def claim(i):
+        if storage.create_exclusive(uri, f"{i}".encode()):
+            won.append(i)
+
+    threads = [threading.Thread(target=claim, args=(i,)) for i in range(8)]
+    [t.start() for t in threads]
+    [t.join() for t in threads]
+    if not storage.is_remote(
+        root
+    ):  # the emulator checks its preconditions without a lock of its own
+        assert len(won) == 1
+    assert storage.read_text(uri) in [str(i) for i in won]
+    assert not storage.create_exclusive(uri, b"late")
+
+
+def test_readers_of_a_folder_never_see_half_a_file(tmp_path):
+    uri, sizes, stop = str(tmp_path / "f"), set(), threading.Event()
+    storage.write_bytes(uri, b"a" * 10_000_000)
+
+    def look():
+        while not stop.is_set():
+            sizes.add(storage.size(uri))
+
+    reader = threading.Thread(target=look)
+    reader.start()
+    for _ in range(5):
+        storage.write_bytes(uri, b"b" * 10_000_000)
+    stop.set()
+    reader.join()
+    assert sizes == {10_000_000}
+    assert os.listdir(tmp_path) == ["f"]
+
+
+def test_what_is_no_json_is_named(root):
+    uri = storage.join(root, "x.json")
+    storage.write_text(uri, "{")
+    with pytest.raises(UserError, match=r"x\.json is not valid JSON"):
+        storage.read_json(uri)
+
+
+def test_a_bucket_without_a_name():
+    with pytest.raises(UserError, match="names no bucket"):
+        storage.exists("gs:///x")
+
+
+def test_a_live_lock_is_respected_and_a_free_one_taken(root, monkeypatch):
+    monkeypatch.setattr(lock, "HEARTBEAT_SECONDS", 0.05)
+    monkeypatch.setattr(lock, "PATIENCE_SECONDS", 1.0)
+    with lock.hold(root):
+        time.sleep(0.2)
+        with pytest.raises(Locked, match=f"process {os.getpid()}"), lock.hold(root):
+            pass
+    with lock.hold(root):
+        pass
+
+
+def test_a_dead_lock_in_a_bucket_is_taken_over(root, monkeypatch):
+    if not storage.is_remote(root):
+        pytest.skip("on a disk the kernel frees the lock: tests/jobs/test_common.py")
+    monkeypatch.setattr(lock, "HEARTBEAT_SECONDS", 0.1)
+    monkeypatch.setattr(lock, "PATIENCE_SECONDS", 0.5)
+    left = json.dumps({"host": "gone", "pid": 1, "beat": "x"})
+    storage.write_text(storage.join(root, "lock.json"), left)
+    with lock.hold(root):
+        assert json.loads(storage.read_text(storage.join(root, "lock.json")))["pid"] == os.getpid()
