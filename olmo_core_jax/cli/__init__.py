@@ -122,6 +122,10 @@ def compile_ahead(
     loaded = load_recipe(recipe)
     if batch_instances:
         loaded = ahead.with_batch(loaded, stage, batch_instances)
+    if shape.chip is None:
+        raise UserError(
+            f"--hardware {hardware} has no accelerator to compile for; name a TPU shape"
+        )
     name = f"{shape.name.partition('-')[0]}:{shape.topology}"
     report = ahead.compile_for(loaded, stage, chosen, name, shape.chip.memory_per_device_gib)
     show(asdict(report), True) if as_json else show(ahead.describe(report), False)
