@@ -9,6 +9,7 @@ import logging
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from lm_eval import utils
@@ -195,7 +196,7 @@ class OlmoLM(TemplateLM):
     # -- generation --
 
     def _generation(self, context: str, gen_kwargs: dict) -> "_Generation":
-        kwargs = dict(normalize_gen_kwargs(gen_kwargs, self.max_gen_toks))
+        kwargs: dict[str, Any] = {**normalize_gen_kwargs(gen_kwargs, self.max_gen_toks)}
         if kwargs.get("do_sample"):
             raise UserError("a task asks for sampled text; only greedy decoding is offered")
         room = self.max_length - kwargs["max_gen_toks"]
