@@ -96,8 +96,13 @@ def _parser(job: Job) -> argparse.ArgumentParser:
 
 
 def _log_to_stdout() -> None:
-    form = {"format": "%(asctime)s %(message)s", "datefmt": "%H:%M:%S"}
-    logging.basicConfig(level=logging.INFO, stream=sys.stdout, force=True, **form)
+    logging.basicConfig(
+        level=logging.INFO,
+        stream=sys.stdout,
+        force=True,
+        format="%(asctime)s %(message)s",
+        datefmt="%H:%M:%S",
+    )
     # Loggers of libraries stay at warnings: their INFO lines bury ours.
     for noisy in ("absl", "jax", "orbax", "grain", "google", "urllib3"):
         logging.getLogger(noisy).setLevel(logging.WARNING)
