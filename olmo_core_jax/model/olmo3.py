@@ -104,7 +104,10 @@ class Layer(nnx.Module):
         mlp = self.mlp(h_BSD)
         out_BSD = h_BSD + norm(mlp, self.mlp_norm, self.eps)
         if note is not None:
-            note("attn", attn), note("attn_residual", h_BSD), note("mlp", mlp), note("out", out_BSD)
+            note("attn", attn)
+            note("attn_residual", h_BSD)
+            note("mlp", mlp)
+            note("out", out_BSD)
         return self.opts.constrain(out_BSD, "batch", "sequence", "act_embed")
 
 
