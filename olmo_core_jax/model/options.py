@@ -2,9 +2,10 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import cast
 
 import jax
-from jax.sharding import NamedSharding
+from jax.sharding import Mesh, NamedSharding
 
 from olmo_core_jax.topology import Topology
 
@@ -45,7 +46,9 @@ class ModelOptions:
 
 def platform_of(shard: Shard | None) -> str:
     """cpu, tpu, gpu ...: of the mesh's devices, or the default backend's where there is no mesh."""
-    return jax.default_backend() if shard is None else shard(()).mesh.devices.flat[0].platform
+    if shard is None:
+        return jax.default_backend()
+    return cast(Mesh, shard(()).mesh).devices.flat[0].platform
 
 
 def model_options(
