@@ -69,5 +69,5 @@ def yarn(head_dim: int, theta: float, scaling: RopeScaling) -> tuple[np.ndarray,
 
 
 def _tables(inverse: np.ndarray, factor: float, length: int) -> Rope:
-    angles = jnp.outer(jnp.arange(length, dtype=jnp.float32), inverse)
+    angles = jnp.outer(jnp.arange(length, dtype=jnp.float32), jnp.asarray(inverse))
     return Rope(jnp.cos(angles) * factor, jnp.sin(angles) * factor)
