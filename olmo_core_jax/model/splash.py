@@ -46,7 +46,7 @@ def splash(
     def over_batch(kernel, q, k, v):
         return jax.vmap(kernel)(q, k, v)
 
-    if shard is None:
+    if shard is None or mesh is None:
         return heads_first(over_batch(kernel, q, k, v))
     q_spec, kv_spec = shard(queries).spec, shard(("batch", "act_heads", None, None)).spec
     blocks = kernel.manual_sharding_spec(NamedSharding(mesh, PartitionSpec(*_pad(q_spec)[1:3])))
