@@ -86,7 +86,7 @@ def check_schedule(stage: Stage, name: str = "stage") -> None:
     """Raises UserError for a schedule that cannot be what was meant: phases longer than the schedule, segments out of
     order, a run that goes on after its schedule ended, or a jump at a join above allow_jump."""
     schedule = stage.schedule
-    parts = [schedule]
+    parts: list[Simple]
     if isinstance(schedule, Stitched):
         ends = [s.until for s in schedule.segments]
         if ends != sorted(set(ends)):
@@ -97,7 +97,9 @@ def check_schedule(stage: Stage, name: str = "stage") -> None:
             raise UserError(
                 f"{name}.schedule.segments end at {ends[-1]}, the stage at {stage.last_step}"
             )
-        parts = [s.schedule for s in schedule.segments]
+        parts, allow_jump = [s.schedule for s in schedule.segments], schedule.allow_jump
+    else:
+        parts, allow_jump = [schedule], 0.0  # and no joins
     for part in parts:
         _check_phases(part, schedule_length(part, stage), name)
     if schedule_length(parts[-1], stage) < stage.last_step:
@@ -106,10 +108,10 @@ def check_schedule(stage: Stage, name: str = "stage") -> None:
             "raise schedule.max_tokens or set stop_at"
         )
     for join in joins(stage):
-        if abs(join.jump) > schedule.allow_jump:
+        if abs(join.jump) > allow_jump:
             raise UserError(
                 f"{name}.schedule: at the join after update {join.step} the learning rate goes from {join.before:.8g} to "
-                f"{join.after:.8g} ({join.jump:+.2%}), more than allow_jump {schedule.allow_jump:.2%}"
+                f"{join.after:.8g} ({join.jump:+.2%}), more than allow_jump {allow_jump:.2%}"
             )
 
 
