@@ -6,7 +6,7 @@ checkpoint; and a non-finite loss or gradient is skipped without entering the wi
 make every later comparison false and so switch the guard into skipping for ever.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -18,14 +18,14 @@ from olmo_core_jax.recipes.schema import Optimizer, SkipRule
 class SkipStepAdamWState(NamedTuple):
     """count: updates that Adam has taken, skipped ones excepted. The rings hold losses and gradient
     norms of the updates before this one, skipped ones included; `seen` of them were put in, the next
-    goes to seen % window."""
+    goes to seen % window. Leaves are arrays, or what stands for them: shardings, descriptions."""
 
-    count: jax.Array  # int32 []
+    count: Any  # int32 []
     mu: dict  # as the parameters, in the moments' dtype
     nu: dict
-    losses: jax.Array  # f32 [window]
-    grad_norms: jax.Array  # f32 [window]
-    seen: jax.Array  # int32 []
+    losses: Any  # f32 [window]
+    grad_norms: Any  # f32 [window]
+    seen: Any  # int32 []
 
 
 def skip_step_adamw(
@@ -69,7 +69,8 @@ def skip_step_adamw(
             seen=state.seen + finite,
         )
 
-    return optax.GradientTransformationExtraArgs(init, update)
+    # optax's type knows no extra argument that has to be given.
+    return optax.GradientTransformationExtraArgs(init, cast(Any, update))
 
 
 def weight_decay(path, opt: Optimizer) -> float:
