@@ -123,18 +123,13 @@ def _absolute(node: dict, folder: str | None, section: str = "") -> dict:
     def resolve(key, value):
         if isinstance(value, dict):
             return {k: resolve(key, v) for k, v in value.items()}
-        is_name = (
-            value is None
-            or value.startswith("hub:")
-            or (key == "mix" and not set("/.") & set(value))
-        )
-        if is_name or (folder is not None and ("://" in value or value.startswith("/"))):
+        if value is None or value.startswith("hub:"):
             return value
-        return (
-            storage.join(folder, value)
-            if folder is not None
-            else value.rstrip("/").rpartition("/")[2]
-        )
+        if key == "mix" and not set("/.") & set(value):
+            return value
+        if folder is None:
+            return value.rstrip("/").rpartition("/")[2]
+        return value if "://" in value or value.startswith("/") else storage.join(folder, value)
 
     out = {}
     for key, value in node.items():
