@@ -205,7 +205,7 @@ class CheckpointStore:
                 state = reader.restore(epath.Path(self.directory) / str(step) / "state", args=args)
         except Exception as e:
             raise Damaged(f"its arrays cannot be read ({first_line(e)})") from e
-        saved = meta.get("checksums")
+        saved = meta.get("checksums") or {}
         now = checksums(state) if saved else {}
         changed = sorted(k for k, v in now.items() if saved.get(k) != v)
         if changed:
