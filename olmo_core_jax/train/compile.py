@@ -127,6 +127,7 @@ def compile_stage(
     tokens = stage.batch_tokens / math.prod(mesh.shape.values())
     model_matrix = 6 * matrix_parameters(recipe.model) * tokens
     attention = 3 * attention_flops(recipe.model, length) * tokens
+    assert memory is not None, "this compiler does not tell what memory it needs"
     peak = memory.peak_memory_in_bytes
     return CompileReport(
         recipe=recipe.name,
