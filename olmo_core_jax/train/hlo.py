@@ -7,6 +7,7 @@ Here every `while` whose trip count can be read off multiplies what is inside it
 import re
 from collections import Counter
 from dataclasses import dataclass, field
+from typing import Any, cast
 
 from olmo_core_jax.errors import UserError
 
@@ -76,7 +77,8 @@ def _add(computations: dict[str, _Computation], name: str, times: int, counts: C
         if kind in ("dot", "convolution"):
             counts.matrix_flops += times * _matrix_flops(kind, shape, rest, here.shapes)
         elif base in COLLECTIVES:
-            counts.collective_bytes[base] += times * _result_bytes(shape, kind)
+            size = cast(Any, _result_bytes(shape, kind))  # typeshed's Counter holds ints only
+            counts.collective_bytes[base] += times * size
         elif kind == "custom-call":
             target = re.search(r'custom_call_target="([^"]+)"', rest)
             counts.kernels[target[1] if target else "unknown"] += times
