@@ -5,7 +5,7 @@ T positions of a chunk.
 """
 
 from functools import partial
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -58,7 +58,8 @@ def head_loss(
         raise UserError(
             f"topology: loss_chunks {chunks} does not divide the sequence of {h_BSD.shape[1]}"
         )
-    total, ce, z = _head_loss(h_BSD, head_VD, *targets, 1 / divisor, z_multiplier, chunks)
+    sums = _head_loss(h_BSD, head_VD, *targets, 1 / divisor, z_multiplier, chunks)
+    total, ce, z = cast(tuple, sums)  # custom_vjp hides the type
     return HeadLoss(total, jax.lax.stop_gradient(ce), jax.lax.stop_gradient(z))
 
 
