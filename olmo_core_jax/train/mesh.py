@@ -46,8 +46,8 @@ RULES: dict[str, tuple[str, ...]] = {
 """Logical axis -> the mesh axes that split it. Gains are small and stay whole on every device."""
 
 
-def make_mesh(wanted: topologies.Mesh, devices: Sequence[jax.Device] | None = None) -> Mesh:
-    """The mesh over all of the job's devices. Raises UserError where its sizes do not fit them."""
+def make_mesh(wanted: topologies.Mesh, devices: Sequence | None = None) -> Mesh:
+    """The mesh over jax.Devices, by default all of the job's. Raises UserError where its sizes do not fit them."""
     devices = jax.devices() if devices is None else list(devices)
     sizes = mesh_sizes(wanted, len(devices))
     slices = len({getattr(d, "slice_index", 0) for d in devices})
@@ -211,6 +211,10 @@ def global_batch(mesh: Mesh, instances: int, rows: np.ndarray, local: Batch) -> 
     def put(x: np.ndarray) -> jax.Array:
         sharding = named_sharding(mesh, ("batch",))
         shape = (instances, *x.shape[1:])
-        return jax.make_array_from_callback(shape, sharding, lambda index: x[place[index[0]]])
+
+        def mine(index):
+            return x[place[index[0]]]
+
+        return jax.make_array_from_callback(shape, sharding, mine)
 
     return Batch(*(put(x) for x in local))
