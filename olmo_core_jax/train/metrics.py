@@ -9,6 +9,7 @@ import logging
 import math
 import time
 from dataclasses import dataclass, field
+from typing import Any, cast
 
 from olmo_core_jax import storage
 from olmo_core_jax.chips import peak_flops
@@ -73,23 +74,25 @@ class MetricsWriter:
 
     def __init__(self, folder: str, first_step: int):
         from tensorboardX import FileWriter
-        from tensorboardX.proto.event_pb2 import Event, SessionLog
+        from tensorboardX.proto import event_pb2
 
+        events = cast(Any, event_pb2)  # protobuf makes the classes when it is imported
         self._lines = LineLog(storage.join(folder, "metrics.jsonl"))
         self.attempt = self._lines.attempt
         self._board = FileWriter(folder, flush_secs=30)
         # TensorBoard forgets what an earlier attempt logged from here on.
-        self._board.add_event(Event(step=first_step, file_version="brain.Event:2"))
-        start = SessionLog(status=SessionLog.START)
-        self._board.add_event(Event(step=first_step, session_log=start))
+        self._board.add_event(events.Event(step=first_step, file_version="brain.Event:2"))
+        start = events.SessionLog(status=events.SessionLog.START)
+        self._board.add_event(events.Event(step=first_step, session_log=start))
 
     def write(self, step: int, values: dict[str, float]) -> None:
         """One update's values; floats keep all their digits."""
-        from tensorboardX.proto.summary_pb2 import Summary
+        from tensorboardX.proto import summary_pb2
 
+        summary = cast(Any, summary_pb2).Summary
         self._lines.write({"step": step, "attempt": self.attempt, **values})
-        entries = [Summary.Value(tag=name, simple_value=v) for name, v in values.items()]
-        self._board.add_summary(Summary(value=entries), step)
+        entries = [summary.Value(tag=name, simple_value=v) for name, v in values.items()]
+        self._board.add_summary(summary(value=entries), step)
 
     def flush(self) -> None:
         self._lines.flush()
