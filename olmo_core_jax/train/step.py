@@ -1,8 +1,7 @@
 """One update: loss, gradients, optimizer. Written for the global batch; a mesh decides where."""
 
-from collections.abc import Callable
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -21,11 +20,14 @@ from olmo_core_jax.train.loss import HeadLoss, Targets, head_loss, loss_divisor,
 
 
 class TrainState(NamedTuple):
-    """Everything that an update changes. step counts updates, skipped ones included."""
+    """Everything that an update changes. step counts updates, skipped ones included.
+
+    Leaves are arrays, or what stands for them: shardings, descriptions.
+    """
 
     params: dict
     opt: SkipStepAdamWState
-    step: jax.Array
+    step: Any  # int32 []
 
 
 class StepMetrics(NamedTuple):
@@ -43,7 +45,7 @@ def init_state(params: dict, stage: Stage, precision: Precision | None = None) -
     precision = precision or Precision()
     params = jax.tree.map(lambda p: jnp.asarray(p, precision.params), params)
     opt = skip_step_adamw(stage.optimizer, precision.moments).init(params)
-    return TrainState(params, opt, jnp.zeros((), jnp.int32))
+    return TrainState(params, cast(SkipStepAdamWState, opt), jnp.zeros((), jnp.int32))
 
 
 def make_train_step(
@@ -55,7 +57,7 @@ def make_train_step(
     *,
     pad_id: int | None = None,
     accumulation: int | None = None,
-) -> Callable[[TrainState, Batch, jax.Array], tuple[TrainState, StepMetrics]]:
+) -> jax.stages.Wrapped:
     """jitted f(state, batch, learning_rate) -> (state, StepMetrics); the state's buffers are reused.
 
     learning_rate: np.float32, of this update (optim/schedules.py). pad_id: the targets that the
@@ -94,8 +96,9 @@ def make_train_step(
             learning_rate=jnp.asarray(learning_rate, jnp.float32),
             grad_norm=norm,
         )
+        opt = cast(SkipStepAdamWState, opt)
         skipped = (opt.count == state.opt.count).astype(jnp.float32)
-        params = optax.apply_updates(state.params, updates)
+        params = cast(dict, optax.apply_updates(state.params, updates))
         metrics = StepMetrics(loss.ce, loss.z, norm, skipped)
         return TrainState(params, opt, state.step + 1), metrics
 
