@@ -32,6 +32,11 @@ def initialize(topology: Topology) -> None:
     except RuntimeError as e:
         where = arguments.get("coordinator_address", "the coordinator that the environment names")
         raise UserError(f"no contact with {where} within {wait} s: {e}") from None
+    if jax.process_index() != process_id(topology):  # it decides who writes: two writers never
+        raise UserError(
+            f"this process took itself for number {process_id(topology)}, but the cluster counts "
+            f"it as {jax.process_index()}: set topology.distributed.process_id"
+        )
 
 
 def cluster_arguments(topology: Topology, env: Mapping[str, str] = os.environ) -> dict | None:

@@ -17,7 +17,7 @@ def environment(devices: int = 1) -> dict[str, str]:
     }
 
 
-def run_python(code: str, *args: str, devices: int = 1, timeout: float = 180) -> str:
+def run_python(code: str, *args: str, devices: int = 1, timeout: float = 600) -> str:
     """Runs code in a fresh interpreter and returns what it printed; a failure shows its stderr."""
     done = subprocess.run(
         [sys.executable, "-W", "error::UserWarning", "-c", code, *args],

@@ -25,13 +25,15 @@ from olmo_core_jax.train.loop import Trainer
 VOCAB, EOS, PAD, SEQUENCE, BATCH = 64, 63, 62, 32, 8
 
 
-def write_recipe(folder: Path, updates: int = 30, every: int = 10, **stage) -> str:
+def write_recipe(
+    folder: Path, updates: int = 30, every: int = 10, batch: int = BATCH, **stage
+) -> str:
     """Writes recipe and data under `folder`; returns the recipe's path. stage: changes to it."""
     folder.mkdir(parents=True, exist_ok=True)
     rng = np.random.default_rng(0)
     # Words that repeat, so that there is something to learn.
     words = [rng.integers(0, PAD, 6) for _ in range(20)]
-    for name, count in (("a", 1300), ("b", 900)):
+    for name, count in (("a", 1300 * batch // BATCH), ("b", 900 * batch // BATCH)):
         tokens = np.concatenate([np.append(words[i], EOS) for i in rng.integers(0, 20, count)])
         tokens.astype("<u2").tofile(folder / f"{name}.npy")
     (folder / "mix.txt").write_text("x,a.npy\ny,b.npy\n")
@@ -43,8 +45,8 @@ def write_recipe(folder: Path, updates: int = 30, every: int = 10, **stage) -> s
             "seed": 5,
             "dtype": "uint16",
         },
-        "batch_tokens": SEQUENCE * BATCH,
-        "max_tokens": SEQUENCE * BATCH * updates,
+        "batch_tokens": SEQUENCE * batch,
+        "max_tokens": SEQUENCE * batch * updates,
         "epochs": 40,
         "schedule": {"kind": "cosine", "peak": 3e-3, "warmup": 5},
         "optimizer": {"skip": {"window": 8}},
