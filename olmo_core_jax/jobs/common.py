@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 
 from olmo_core_jax import recipes, storage
 from olmo_core_jax.errors import CRASH, OK, PREEMPTED, JobError, UserError
-from olmo_core_jax.jobs import lock
+from olmo_core_jax.jobs import lock, maintenance
 from olmo_core_jax.jobs.signals import StopNow, StopRequest, grace_from_environment
 from olmo_core_jax.recipes import Recipe
 from olmo_core_jax.results import StageResult, read_result, write_result
@@ -70,6 +70,7 @@ class Job:
 def main(job: Job, argv: Sequence[str] | None = None) -> int:
     """Runs a job from the command line and returns its exit code (errors.py)."""
     stop = StopRequest(grace_from_environment()).install()
+    maintenance.watch()
     try:
         _log_to_stdout()
         return run(job, _parser(job).parse_args(argv), stop)

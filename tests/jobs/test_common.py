@@ -6,7 +6,9 @@ import signal
 import subprocess
 import sys
 import textwrap
+import threading
 import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
@@ -158,4 +160,35 @@ def test_two_writers_never_and_a_killed_one_frees_the_lock(start):
     first.kill()
     finish(first)
     code, out = finish(start())
+    assert code == errors.OK, out
+
+
+def test_a_maintenance_notice_is_treated_as_sigterm_is(start):
+    """A metadata server on loopback: absent at first, then quiet, then it tells of maintenance."""
+    answers = iter(["NONE", "TERMINATE_ON_HOST_MAINTENANCE"])
+
+    class Metadata(BaseHTTPRequestHandler):
+        def do_GET(self):
+            assert self.headers["Metadata-Flavor"] == "Google"
+            body = next(answers).encode()
+            self.send_response(200)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *_): ...
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Metadata)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    url = f"http://127.0.0.1:{server.server_port}/maintenance-event"
+    code, out = finish(
+        start("--what", "poll", OLMO_MAINTENANCE_URL=url, OLMO_MAINTENANCE_SECONDS="0.2")
+    )
+    server.shutdown()
+    assert code == errors.PREEMPTED, out
+    assert "maintenance notice 'TERMINATE_ON_HOST_MAINTENANCE'" in out
+
+
+def test_a_metadata_server_that_is_not_there_stops_nothing(start):
+    code, out = finish(start(OLMO_MAINTENANCE_URL="http://127.0.0.1:9/x"))
     assert code == errors.OK, out
