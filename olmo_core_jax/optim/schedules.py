@@ -4,6 +4,7 @@ Updates count from 1: the first update of a stage is made with learning_rate(sta
 schedule is T. The formulas are OLMo-core's (olmo_core/optim/scheduler.py); past T the rate stays at its floor.
 """
 
+import itertools
 import math
 from dataclasses import dataclass
 
@@ -76,10 +77,8 @@ def joins(stage: Stage) -> list[Join]:
     def at(segment, step):
         return rate(segment.schedule, step, schedule_length(segment.schedule, stage))
 
-    return [
-        Join(a.until, at(a, a.until), at(b, a.until))
-        for a, b in zip(segments, segments[1:], strict=False)
-    ]
+    pairs = itertools.pairwise(segments)
+    return [Join(a.until, at(a, a.until), at(b, a.until)) for a, b in pairs]
 
 
 def check_schedule(stage: Stage, name: str = "stage") -> None:
@@ -102,16 +101,18 @@ def check_schedule(stage: Stage, name: str = "stage") -> None:
         parts, allow_jump = [schedule], 0.0  # and no joins
     for part in parts:
         _check_phases(part, schedule_length(part, stage), name)
-    if schedule_length(parts[-1], stage) < stage.last_step:
+    over = schedule_length(parts[-1], stage)
+    if over < stage.last_step:
         raise UserError(
-            f"{name}: the schedule is over at update {schedule_length(parts[-1], stage)}, the run at {stage.last_step}; "
+            f"{name}: the schedule is over at update {over}, the run at {stage.last_step}; "
             "raise schedule.max_tokens or set stop_at"
         )
     for join in joins(stage):
         if abs(join.jump) > allow_jump:
             raise UserError(
-                f"{name}.schedule: at the join after update {join.step} the learning rate goes from {join.before:.8g} to "
-                f"{join.after:.8g} ({join.jump:+.2%}), more than allow_jump {allow_jump:.2%}"
+                f"{name}.schedule: at the join after update {join.step} the learning rate goes from "
+                f"{join.before:.8g} to {join.after:.8g} ({join.jump:+.2%}), "
+                f"more than allow_jump {allow_jump:.2%}"
             )
 
 

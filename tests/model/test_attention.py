@@ -4,12 +4,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental.pallas import tpu as pltpu
 
 from olmo_core_jax.errors import UserError
 from olmo_core_jax.model.attention import FULL, attend, cudnn, reference, resolve_kernel
 from olmo_core_jax.model.blockwise import _reach, blockwise
 from olmo_core_jax.model.masks import visible
+from olmo_core_jax.model.olmo3 import ModelOptions, init_params, logits
 from olmo_core_jax.model.splash import splash
+from olmo_core_jax.recipes.schema import Model
 
 GRADIENT_OF = (0, 1, 2)
 
@@ -115,6 +118,39 @@ def test_splash_interpreted_in_bfloat16(window):
     kernel = lambda *x: splash(*x, window=window, block=128, interpret=True)  # noqa: E731
     shape = {"B": 1, "H": 2, "G": 1, "K": 128, "dtype": jnp.bfloat16}
     assert_equals_reference(kernel, window, 384, tolerance=2e-2, **shape)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("window", [FULL, 128, 200])
+@pytest.mark.parametrize("block", [128, 256])
+@pytest.mark.parametrize(("dtype", "tolerance"), [(jnp.float32, 5e-6), (jnp.bfloat16, 2e-2)])
+def test_splash_on_an_emulated_tpu(window, block, dtype, tolerance):
+    """Pallas's TPU interpreter: memory spaces, semaphores and copies as the chip has them."""
+    emulated = pltpu.InterpretParams()
+    kernel = lambda *x: splash(*x, window=window, block=block, interpret=emulated)  # noqa: E731
+    shape = {"B": 1, "H": 2, "G": 1, "K": 128, "dtype": dtype}
+    assert_equals_reference(kernel, window, 512, tolerance=tolerance, **shape)
+
+
+def test_a_model_computes_the_same_with_every_kernel():
+    cfg = Model(
+        n_layers=2,
+        d_model=32,
+        n_heads=4,
+        n_kv_heads=2,
+        head_dim=16,
+        mlp_hidden=48,
+        vocab_size=60,
+        padded_vocab_size=64,
+        pattern=[40, -1],
+        init_std=0.2,
+    )
+    params, tokens = init_params(cfg, 0), np.arange(256, dtype=np.int32).reshape(2, 128) % 60
+    expected = logits(params, tokens, cfg, ModelOptions(attention="reference"))
+    assert jnp.abs(expected).max() > 1
+    for kernel in ("blockwise", "splash"):
+        ours = logits(params, tokens, cfg, ModelOptions(attention=kernel))
+        np.testing.assert_allclose(ours, expected, atol=2e-5)
 
 
 def test_splash_refuses_ragged_sequences():

@@ -1,5 +1,6 @@
 """Learning rates against the published run's values and OLMo-core's own schedulers."""
 
+import itertools
 import math
 
 import pytest
@@ -117,7 +118,7 @@ def test_wsd_boundaries():
     rates = [learning_rate(run, n) for n in range(0, 101)]
     assert rates[0] == rates[1] == 1e-3, "no warm-up starts at the peak"
     assert rates[:71] == [1e-3] * 71
-    assert all(a > b for a, b in zip(rates[70:], rates[71:], strict=False))
+    assert all(a > b for a, b in itertools.pairwise(rates[70:]))
     assert rates[100] == 1e-4
     assert learning_rate(run, 200) == 1e-4, "past the end it stays at the floor"
     warm = of_length(WSD(peak=1e-3, warmup=10, decay=90), 100)
