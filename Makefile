@@ -4,7 +4,7 @@ VENV   ?= .venv
 BIN     = $(VENV)/bin
 PIP     = $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: help reproduce resume ui test test-all reference lint format bench clean
+.PHONY: help reproduce resume ui test test-all reference lint format bench bench-convert compile-check clean
 
 help:                ## this list
 	@grep -E '^[a-z-]+: .*##|^[a-z-]+:  *##' $(MAKEFILE_LIST) | sed -E 's/:.*##/\t/' | expand -t 18
@@ -30,7 +30,7 @@ reference: $(VENV)/installed-tests  ## make the laptop reference anew with the r
 lint: $(VENV)/installed-tests  ## formatting, lint, types
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
-	$(BIN)/mypy
+	$(BIN)/pyright --pythonpath $(BIN)/python
 
 format: $(VENV)/installed-tests
 	$(BIN)/ruff format .
@@ -39,6 +39,14 @@ format: $(VENV)/installed-tests
 bench: $(VENV)/installed-tests  ## speed, side by side with OLMo-core
 	$(BIN)/python benchmarks/train_step.py
 	$(BIN)/python benchmarks/loader.py
+
+bench-convert: $(VENV)/installed-tests  ## conversion at 7B's size: memory and disk speed (needs 60 GB of disk)
+	$(BIN)/python benchmarks/convert.py
+
+compile-check: $(VENV)/installed-tests  ## compile the 7B step for TPU topologies (adds libtpu; many minutes)
+	$(PIP) -e '.[tpu]'
+	$(BIN)/olmo-jax compile --recipe olmo3_7b --hardware v5p-256
+	$(BIN)/olmo-jax compile --recipe olmo3_7b --hardware tpu7x-4x4x4
 
 clean:               ## remove the virtual environment; runs stay
 	rm -rf $(VENV)
