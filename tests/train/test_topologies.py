@@ -3,9 +3,11 @@
 import json
 import signal
 import socket
+from pathlib import Path
 
 import pytest
 import tiny
+import yaml
 from processes import finish, read_until, run_python, start_training
 
 from olmo_core_jax import recipes
@@ -155,3 +157,28 @@ def test_processes_alone_equal_one_process(alone, tmp_path):
     assert without_tokens(tiny.batches(whole)) == without_tokens(tiny.batches(tmp_path))
     for step, row in tiny.curve(whole).items():
         assert abs(tiny.curve(tmp_path)[step]["train/CE loss"] - row["train/CE loss"]) < 1e-5
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "devices, mesh", [(128, {}), (512, {"replica": 2}), (512, {})], ids=["128", "2x256", "512"]
+)
+def test_the_mesh_shapes_of_the_launch_profiles_run(tmp_path, devices, mesh):
+    """FSDP over as many pretended devices as a tpu7x-4x4x4 or -4x8x8 slice shows; 2 real updates."""
+    recipe = tiny.write_recipe(
+        tmp_path / "recipe", 2, every=2, batch=512, schedule={"kind": "linear", "peak": 1e-3}
+    )
+    file = Path(recipe)
+    raw = yaml.safe_load(file.read_text())
+    raw["model"] |= {"d_model": 512, "n_heads": 2, "n_kv_heads": 2, "head_dim": 16}
+    file.write_text(yaml.safe_dump(raw))
+    out = run_python(
+        TRAIN,
+        *(recipe, str(tmp_path), json.dumps({"mesh": mesh}), "0"),
+        devices=devices,
+        flags="--xla_cpu_collective_call_terminate_timeout_seconds=3000",
+        timeout=3000,
+    )
+    ways = devices // mesh.get("replica", 1)
+    assert f"shard (64, {512 // ways}) of (64, 512)" in out
+    assert sorted(tiny.curve(tmp_path)) == [1, 2]
