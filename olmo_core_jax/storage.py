@@ -136,19 +136,19 @@ def append(uri: str, data: bytes) -> None:
         with open(uri, "ab") as f:
             f.write(data)
         return
+    from google.api_core.exceptions import PreconditionFailed
+
+    now = _existing(uri)
     target, piece = _blob(uri), _blob(f"{uri}.piece")
-    generation = read_generation(uri)
     piece.upload_from_string(data, retry=_retry(), timeout=60)
-    sources = [target, piece] if generation else [piece]
-    target.compose(sources, if_generation_match=generation, retry=_retry(), timeout=60)
+    sources = [target, piece] if now else [piece]
+    generation = int(now.generation) if now else 0
+    try:
+        target.compose(sources, if_generation_match=generation, retry=_retry(), timeout=60)
+    except PreconditionFailed:  # a retried request may have met its own first attempt
+        if size(uri) != (now.size if now else 0) + len(data):
+            raise UserError(f"{uri} has another writer: two jobs share this run root") from None
     delete(f"{uri}.piece")
-
-
-def read_generation(uri: str) -> int:
-    """A bucket object's generation; 0 where there is none."""
-    bucket, key = _split(uri)
-    blob = _client().bucket(bucket).get_blob(key, retry=_retry(), timeout=60)
-    return 0 if blob is None else int(blob.generation)
 
 
 def create_exclusive(uri: str, data: bytes) -> bool:
@@ -278,9 +278,14 @@ def _blob(uri: str):
     return _client().bucket(bucket).blob(key)
 
 
-def _loaded(uri: str):
+def _existing(uri: str):
+    """The blob as it is in the bucket, None where there is none."""
     bucket, key = _split(uri)
-    blob = _client().bucket(bucket).get_blob(key, retry=_retry(), timeout=60)
+    return _client().bucket(bucket).get_blob(key, retry=_retry(), timeout=60)
+
+
+def _loaded(uri: str):
+    blob = _existing(uri)
     if blob is None:
         raise FileNotFoundError(f"{uri} does not exist")
     return blob

@@ -155,3 +155,39 @@ def test_a_dead_lock_in_a_bucket_is_taken_over(root, monkeypatch):
     storage.write_text(storage.join(root, "lock.json"), left)
     with lock.hold(root):
         assert json.loads(storage.read_text(storage.join(root, "lock.json")))["pid"] == os.getpid()
+
+
+def test_appends_add_up(root):
+    uri = storage.join(root, "log.jsonl")
+    if not storage.is_remote(uri):
+        storage.local_path(root).mkdir(exist_ok=True)
+    for i in range(40):  # more than one compose takes sources
+        storage.append(uri, b"line %d\n" % i)
+    assert storage.read_bytes(uri).splitlines() == [b"line %d" % i for i in range(40)]
+    assert [e.name for e in storage.list_dir(root)] == ["log.jsonl"]
+
+
+def test_an_append_whose_answer_was_lost_counts_once(root, monkeypatch):
+    if not storage.is_remote(root):
+        pytest.skip("a local append has no answer to lose")
+    from google.api_core.exceptions import PreconditionFailed
+    from google.cloud.storage import Blob
+
+    compose = Blob.compose
+
+    def answer_lost(blob, *args, **kwargs):
+        compose(blob, *args, **kwargs)
+        raise PreconditionFailed("the retry met its own first attempt")
+
+    uri = storage.join(root, "log.jsonl")
+    storage.append(uri, b"first\n")
+    monkeypatch.setattr(Blob, "compose", answer_lost)
+    storage.append(uri, b"second\n")
+    assert storage.read_bytes(uri) == b"first\nsecond\n"
+
+    def other_writer(blob, *args, **kwargs):
+        raise PreconditionFailed("somebody wrote in between")
+
+    monkeypatch.setattr(Blob, "compose", other_writer)
+    with pytest.raises(UserError, match="has another writer"):
+        storage.append(uri, b"third\n")
