@@ -33,7 +33,7 @@ class Replay(FlowSpec):
     checkpoints = Parameter(
         "checkpoints",
         default="",
-        help="where step{N} folders are, if not where the recipe says (gs://, https:// or a folder)",
+        help="where step{N} folders are, if not where the recipe says; {stage} stands for the stage",
     )
     partial = Parameter(
         "partial",

@@ -28,7 +28,8 @@ def flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--checkpoints",
         metavar="URI",
-        help="where the reference's step{N} folders are (default: those that the recipe names)",
+        help="where the reference's step{N} folders are; {stage} in it stands for the stage "
+        "(default: those that the recipe names)",
     )
     parser.add_argument(
         "--partial",
@@ -91,7 +92,7 @@ def work(context: Context) -> Outcome:
     verdict = "the same run" if not done.failures() else "; ".join(done.failures()[:5])
     log.info("window %s: %s", window, verdict)
     worst = done.end.worst if done.end else {}
-    notes = {f"farthest of {part}": name for part, (name, _) in worst.items()}
+    notes = {f"farthest of {part}": gap.tensor for part, gap in worst.items()}
     outputs = {"updates": context.path("updates.csv"), "start": start.path}
     return Outcome(
         outputs=outputs | ({"end": end.path} if end else {}),
@@ -178,7 +179,7 @@ def _native(context: Context, window: Window, step: int) -> str:
     """The reference's checkpoint of an update. Raises UserError where the recipe names none."""
     base = context.args.checkpoints
     if base:
-        return storage.join(base, f"step{step}")
+        return storage.join(base.replace("{stage}", window.stage), f"step{step}")
     native = _reference(context.recipe.stage(window.stage), window).native
     if step not in native:
         known = ", ".join(map(str, sorted(native))) or "none"

@@ -15,9 +15,9 @@ COLUMNS = {
     "LR": "LR, largest relative difference",
     "Adam count": "Adam count",
     "theirs": "Adam count (reference)",
-    "weights": "params at the end, largest relative difference",
-    "mu": "mu at the end, largest relative difference",
-    "nu": "nu at the end, largest relative difference",
+    "weights": "params at the end, relative difference",
+    "mu": "mu at the end, relative difference",
+    "nu": "nu at the end, relative difference",
 }
 
 
