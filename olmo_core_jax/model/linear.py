@@ -21,8 +21,9 @@ def _forward(x, weight):
 def _backward(residuals, d_out):
     x, weight = residuals
     d_x = jnp.einsum("...o,oi->...i", d_out, weight.astype(d_out.dtype))
-    d_out_NO, x_NI = d_out.reshape(-1, d_out.shape[-1]), x.reshape(-1, x.shape[-1])
-    d_weight = jnp.einsum("no,ni->oi", d_out_NO, x_NI, preferred_element_type=jnp.float32)
+    # All leading axes are summed as they are: flattened, two that are split over devices could not stay so.
+    leading = tuple(range(x.ndim - 1))
+    d_weight = jnp.tensordot(d_out, x, (leading, leading), preferred_element_type=jnp.float32)
     return d_x, d_weight.astype(weight.dtype)
 
 
