@@ -12,7 +12,7 @@ from olmo_core_jax.model.blockwise import blockwise
 from olmo_core_jax.model.masks import FULL, visible
 from olmo_core_jax.model.options import Shard, platform_of
 from olmo_core_jax.model.remat import save
-from olmo_core_jax.model.splash import splash
+from olmo_core_jax.model.splash import LANES, splash
 
 KERNELS = ("reference", "blockwise", "cudnn", "splash")
 
@@ -32,7 +32,7 @@ def attend(
     kernel names what its backward pass needs beyond q, k and v "attention" (remat.py). Raises
     UserError for a kernel that is unknown or cannot take these inputs.
     """
-    match resolve_kernel(kernel, q_BSHK.dtype, platform_of(shard)):
+    match resolve_kernel(kernel, q_BSHK.dtype, q_BSHK.shape[1], platform_of(shard)):
         case "reference":
             return save(reference(q_BSHK, k_BSGK, v_BSGK, window=window), "attention")
         case "blockwise":
@@ -45,16 +45,16 @@ def attend(
     raise UserError(f"topology: attention {kernel!r} is unknown: choose one of {names}")
 
 
-def resolve_kernel(kernel: str, dtype, platform: str) -> str:
-    """What `auto` stands for on a platform; any other name stands for itself.
+def resolve_kernel(kernel: str, dtype, length: int, platform: str) -> str:
+    """What `auto` stands for; any other name stands for itself.
 
-    cuDNN has no fp32 attention, so fp32 on a GPU takes the blockwise kernel.
+    cuDNN computes in bf16 only and splash wants whole lanes of 128 tokens; blockwise takes anything anywhere.
     """
     if kernel != "auto":
         return kernel
     if platform in ("gpu", "cuda") and dtype == jnp.bfloat16:
         return "cudnn"
-    return "splash" if platform == "tpu" else "blockwise"
+    return "splash" if platform == "tpu" and length % LANES == 0 else "blockwise"
 
 
 def reference(q_BSHK, k_BSGK, v_BSGK, *, window: int) -> jax.Array:

@@ -169,8 +169,18 @@ def test_unknown_kernel_is_named():
     (q, k, v), _ = qkv(16)
     with pytest.raises(UserError, match=r"attention 'flash' is unknown.*blockwise"):
         attend(q, k, v, window=FULL, kernel="flash")
-    assert resolve_kernel("auto", jnp.float32, "cpu") == "blockwise"
-    assert resolve_kernel("auto", jnp.float32, "gpu") == "blockwise"
-    assert resolve_kernel("auto", jnp.bfloat16, "gpu") == "cudnn"
-    assert resolve_kernel("auto", jnp.bfloat16, "tpu") == "splash"
-    assert resolve_kernel("splash", jnp.float32, "cpu") == "splash"
+
+
+@pytest.mark.parametrize(
+    ("platform", "dtype", "length", "kernel"),
+    [
+        ("cpu", jnp.float32, 128, "blockwise"),
+        ("gpu", jnp.float32, 128, "blockwise"),
+        ("gpu", jnp.bfloat16, 100, "cudnn"),
+        ("tpu", jnp.bfloat16, 256, "splash"),
+        ("tpu", jnp.float32, 100, "blockwise"),
+    ],
+)
+def test_auto_picks_by_platform(platform, dtype, length, kernel):
+    assert resolve_kernel("auto", dtype, length, platform) == kernel
+    assert resolve_kernel("reference", dtype, length, platform) == "reference"

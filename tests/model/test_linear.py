@@ -27,7 +27,7 @@ def test_a_weights_gradient_of_bfloat16_products_is_not_rounded():
     x, d_out = x.astype(jnp.bfloat16), d_out.astype(jnp.bfloat16)
     d_x, d_weight = jax.vjp(linear, x, weight)[1](d_out)
     assert (d_x.dtype, d_weight.dtype) == (jnp.bfloat16, jnp.float32)
-    exact = np.einsum("bso,bsi->oi", d_out.astype("f8"), x.astype("f8"))
+    exact = np.einsum("bso,bsi->oi", np.asarray(d_out, "f8"), np.asarray(x, "f8"))
     assert np.abs(d_weight - exact).max() < 1e-4 * np.abs(exact).max()
     rounded = np.asarray(d_weight.astype(jnp.bfloat16), "f8")
     assert np.abs(rounded - exact).max() > 1e-4 * np.abs(exact).max(), "bf16 would show"
