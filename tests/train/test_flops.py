@@ -28,8 +28,8 @@ def test_the_7b_figures():
 
 
 def test_against_a_count_by_hand():
-    model = recipes.load_recipe("laptop").model  # width 48, 3 heads of 16, MLP 128, vocabulary 2048
-    layer = 4 * 48 * 48 + 3 * 48 * 128
+    model = recipes.load_recipe("laptop").model  # width 48, 3 heads of 16, MLP 112, vocabulary 2048
+    layer = 4 * 48 * 48 + 3 * 48 * 112
     keys = 6 * mean_visible_keys(128, 32) + 2 * 64.5
     forward = 2 * (8 * layer + 2048 * 48) + 2 * 2 * 48 * keys
     assert training_flops(model, 128) == pytest.approx(3 * forward)
