@@ -4,7 +4,7 @@ VENV   ?= .venv
 BIN     = $(VENV)/bin
 PIP     = $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: help reproduce resume ui test test-all reference lint format bench bench-convert compile-check clean
+.PHONY: help reproduce resume ui test test-all reference lint types format bench bench-convert compile-check clean
 
 help:                ## this list
 	@grep -E '^[a-z-]+: .*##|^[a-z-]+:  *##' $(MAKEFILE_LIST) | sed -E 's/:.*##/\t/' | expand -t 18
@@ -27,9 +27,11 @@ test-all: $(VENV)/installed-tests  ## the slow ones too
 reference: $(VENV)/installed-tests  ## make the laptop reference anew with the real OLMo-core
 	$(BIN)/python tools/make_reference.py
 
-lint: $(VENV)/installed-tests  ## formatting, lint, types
+lint: $(VENV)/installed-tests  ## formatting and lint
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
+
+types: $(VENV)/installed-tests  ## the type checker
 	$(BIN)/pyright --pythonpath $(BIN)/python
 
 format: $(VENV)/installed-tests
