@@ -79,7 +79,8 @@ WAYS = {
     "unrolled": {"scan_layers": False},
     "loss in chunks": {"loss_chunks": 8},
     "blockwise": {"attention": "blockwise"},
-    **{f"remat {name}": {"remat": name} for name in POLICIES if name != "none"},
+    # offload needs another memory than the host's own, and is refused on a CPU
+    **{f"remat {name}": {"remat": name} for name in POLICIES if name not in ("none", "offload")},
     "all together": {
         "accumulation": 2,
         "scan_layers": False,
@@ -232,3 +233,8 @@ def test_settings_that_cannot_be_are_refused():
         train(updates=1, remat="everything")
     with pytest.raises(UserError, match="warmup 101 is longer"):
         make_train_step(MODEL, stage(schedule=Cosine(peak=1e-3, warmup=101)))
+
+
+def test_offload_is_refused_on_a_cpu():
+    with pytest.raises(UserError, match="remat offload needs a TPU or GPU"):
+        train(updates=1, remat="offload")
