@@ -38,7 +38,7 @@ def attend(
         case "blockwise":
             return blockwise(q_BSHK, k_BSGK, v_BSGK, window)
         case "cudnn":
-            return save(cudnn(q_BSHK, k_BSGK, v_BSGK, window=window), "attention")
+            return cudnn(q_BSHK, k_BSGK, v_BSGK, window=window)
         case "splash":
             return splash(q_BSHK, k_BSGK, v_BSGK, window=window, shard=shard)
     names = ", ".join(("auto", *KERNELS))

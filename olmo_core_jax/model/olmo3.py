@@ -153,7 +153,7 @@ class Olmo3(nnx.Module):
 
     def hidden_states(self, tokens_BS: jax.Array, note: Note | None = None) -> jax.Array:
         """The head's input: [B, S, D] in the compute dtype, after the final norm."""
-        x_BSD = self.embed.weight[tokens_BS].astype(self.opts.compute_dtype)
+        x_BSD = jnp.asarray(self.embed.weight[...])[tokens_BS].astype(self.opts.compute_dtype)
         x_BSD = self.opts.constrain(x_BSD, "batch", "sequence", "act_embed")
         ropes = rope_tables(self.cfg, tokens_BS.shape[1])
         if note is not None:

@@ -51,15 +51,22 @@ def rematerialise(layer: Callable, policy: str, *, scanned: bool, platform: str)
         raise UserError(
             f"topology: remat {policy!r} is unknown: choose one of {', '.join(POLICIES)}"
         )
-    names = POLICIES[policy]
-    rule = jax.checkpoint_policies.save_only_these_names(*names)
+    names, policies = POLICIES[policy], jax.checkpoint_policies
+    rule = policies.save_only_these_names(*names)
+    if "attention" in names:
+        rule = policies.save_from_both_policies(rule, _is_cudnn_forward)
     if policy == "offload":
         if platform == "cpu":
             raise UserError("topology: remat offload needs a TPU or GPU: choose block")
-        rule = jax.checkpoint_policies.save_and_offload_only_these_names(
+        rule = policies.save_and_offload_only_these_names(
             names_which_can_be_saved=list(names),
             names_which_can_be_offloaded=["layer_input"],
             offload_src="device",
             offload_dst="pinned_host",
         )
     return jax.checkpoint(layer, policy=rule, prevent_cse=not scanned)
+
+
+def _is_cudnn_forward(primitive, *_, **__) -> bool:
+    """cuDNN's results, row sums included, have no names: they are known by the operation that makes them."""
+    return primitive.name.startswith("dot_product_attention_fwd")
