@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 from olmo_core_jax import storage
-from olmo_core_jax.errors import CRASH, UserError
+from olmo_core_jax.errors import CRASH, JobError, UserError
 from olmo_core_jax.launch import kube as k8s
 from olmo_core_jax.launch import names, progress
 from olmo_core_jax.launch.check import check
@@ -160,9 +160,10 @@ class Launcher:
             logs.close()
             return self._replace(fresh, decision.submission, random.uniform(*RESUBMIT_SECONDS))
         if decision.action is Action.REACTIVATE and seen.workload:
-            self.kube.patch(
-                k8s.WORKLOADS, seen.workload["metadata"]["name"], {"spec": {"active": True}}
-            )
+            with contextlib.suppress(k8s.NotFound, k8s.Conflict):  # the next look decides anew
+                self.kube.patch(
+                    k8s.WORKLOADS, seen.workload["metadata"]["name"], {"spec": {"active": True}}
+                )
         if decision.action is Action.EXPLAIN:
             self.say(explain(self.kube, seen.pods))
         self._wait(fresh)
@@ -342,7 +343,8 @@ class Launcher:
         if seen.jobset.get("status", {}).get("terminalState"):
             # Starting again after a repair submits anew, while a restarted controller reports the same.
             note = {"metadata": {"annotations": {names.REPORTED: reason}}}
-            with contextlib.suppress(k8s.NotFound, k8s.Conflict):
+            # A note that cannot be written must not hide why the stage failed.
+            with contextlib.suppress(k8s.NotFound, k8s.Conflict, JobError):
                 self.kube.patch(k8s.JOBSETS, self.name, note)
         return failure(self.job, seen.pods, reason, text)
 

@@ -16,7 +16,7 @@ from typing import Any
 from olmo_core_jax import storage
 from olmo_core_jax.errors import JobError
 from olmo_core_jax.launch import names
-from olmo_core_jax.launch.kube import PODS, Kube, NotFound, NotYet
+from olmo_core_jax.launch.kube import PODS, Cut, Kube, NotFound, NotYet
 
 PART_BYTES = 1 << 20
 FLUSH_SECONDS = 15.0
@@ -78,10 +78,12 @@ class _Follower(threading.Thread):
         try:
             self._copy.resume()
             while not self.stop.is_set():
-                if self._read_once():
-                    break
-                if self.leave_when_idle.wait(RETRY_SECONDS):
-                    break
+                try:
+                    if self._read_once() or self.leave_when_idle.wait(RETRY_SECONDS):
+                        break
+                except Cut:  # whatever has become of the container, its log goes on
+                    self.save()
+                    self.stop.wait(RETRY_SECONDS)
             self.save()
         except JobError as e:  # the watch itself meets the same fault and deals with it
             self.kube.say(f"log of {self.pod}: {e}")
@@ -91,7 +93,7 @@ class _Follower(threading.Thread):
             self._copy.save()
 
     def _read_once(self) -> bool:
-        """Reads until the stream ends. True: the container has ended, or its log is gone."""
+        """Reads until the stream ends. True: the container has ended, or its log is gone. Raises Cut."""
         saved = time.monotonic()
         try:
             for line in self.kube.follow_log(self.pod, self.container, self._copy.seconds_since()):

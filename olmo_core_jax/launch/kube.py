@@ -62,6 +62,10 @@ class NotYet(Exception):
     """A log of a container that has not started."""
 
 
+class Cut(Exception):
+    """A stream that broke before its end."""
+
+
 class Denied(JobError):
     """The credentials are not accepted, fresh ones included."""
 
@@ -143,6 +147,7 @@ class Kube:
                 )
             except Expired:  # the collection changed too much between two pages
                 items, more = [], {}
+                self.sleep(FIRST_DELAY)
                 continue
             items += page.get("items", [])
             if not (token := page.get("metadata", {}).get("continue")):
@@ -195,17 +200,17 @@ class Kube:
             allow_watch_bookmarks=True,
             watch=True,
         )
-        for line in lines:
-            try:
+        try:
+            for line in lines:
                 event = json.loads(line)
-            except ValueError:
-                return  # cut in the middle of a line
-            if event["type"] == "ERROR":
-                if event["object"].get("code") == 410:
-                    raise Expired(event["object"].get("message", "too old"))
-                return
-            if event["type"] != "BOOKMARK":
-                yield event
+                if event["type"] == "ERROR":
+                    if event["object"].get("code") == 410:
+                        raise Expired(event["object"].get("message", "too old"))
+                    return
+                if event["type"] != "BOOKMARK":
+                    yield event
+        except (Cut, ValueError):  # between two lines, or in the middle of one
+            return
 
     def follow_log(self, pod: str, container: str, since_seconds: int | None) -> Iterator[bytes]:
         """Lines of a container's log with time stamps, as they come. Raises NotFound, NotYet."""
@@ -260,8 +265,8 @@ class Kube:
             for chunk in response.stream(65536):
                 *lines, rest = (rest + chunk).split(b"\n")
                 yield from (line for line in lines if line)
-        except (HTTPError, OSError):
-            return
+        except (HTTPError, OSError) as e:
+            raise Cut(f"{what}: {type(e).__name__}: {e}") from None
         finally:
             response.close()
         if rest:

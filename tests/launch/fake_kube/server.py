@@ -54,6 +54,9 @@ class ApiServer:
     requests: list[Request] = field(default_factory=list)
     faults: list[Fault] = field(default_factory=list)
     down: bool = False
+    keep_alive: bool = (
+        True  # False: a connection a request, so that every request resolves the name
+    )
 
     def __enter__(self):
         self._http = _Server(("127.0.0.1", 0), _Handler)
@@ -288,13 +291,18 @@ class _Handler(BaseHTTPRequestHandler):
         self.send_header("Content-Length", str(len(data)))
         for name, value in (headers or {}).items():
             self.send_header(name, value)
-        self.end_headers()
+        self._end_headers()
         self.wfile.write(data)
 
     def _begin_stream(self, kind: str = "application/json"):
         self.send_response(200)
         self.send_header("Content-Type", kind)
         self.send_header("Transfer-Encoding", "chunked")
+        self._end_headers()
+
+    def _end_headers(self):
+        if not self.server.api.keep_alive:
+            self.send_header("Connection", "close")
         self.end_headers()
 
     def _line(self, event: dict):
