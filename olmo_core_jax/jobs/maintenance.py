@@ -4,11 +4,11 @@ On a cluster the notice ends in a drained node, hence in SIGTERM. Where a metada
 `instance/maintenance-event`), OLMO_MAINTENANCE_URL names the address to ask, and the job stops while there is time.
 """
 
+import http.client
 import logging
 import os
 import signal
 import threading
-import urllib.error
 import urllib.request
 
 log = logging.getLogger("olmo")
@@ -35,7 +35,7 @@ def _ask(url: str, every: float) -> None:
             request = urllib.request.Request(url, headers={"Metadata-Flavor": "Google"})
             with urllib.request.urlopen(request, timeout=10) as answer:
                 event = answer.read(200).decode(errors="replace").strip()
-        except (urllib.error.URLError, OSError) as e:
+        except (OSError, http.client.HTTPException) as e:
             if not told:  # once: a metadata server that is not there is no reason to stop
                 log.warning("no maintenance notices from %s: %s", url, e)
             event, told = "", True

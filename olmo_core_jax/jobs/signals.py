@@ -1,18 +1,25 @@
 """SIGTERM at any moment ends a job with PREEMPTED inside its grace period, also while XLA compiles.
 
 Python runs signal handlers only between bytecodes, so a compile of minutes would swallow the signal. The C-level wake-up
-file descriptor is written at once; a watcher thread reads it and ends the process when the grace is over.
+file descriptor is written at once; a watcher thread reads it and ends the process when the grace is over. And Python
+swallows what a handler raises inside a destructor or a callback of the garbage collector (JAX has one): it says so to
+sys.unraisablehook, and the watcher sends the signal again.
 """
 
 import logging
 import os
 import signal
 import socket
+import sys
 import threading
+import time
 
 from olmo_core_jax.errors import PREEMPTED, Preempted
 
 log = logging.getLogger(__name__)
+
+AGAIN_SECONDS = 0.02
+"""Before a swallowed signal is sent again, so that it does not meet the same destructor."""
 
 
 class StopNow(BaseException):
@@ -31,6 +38,7 @@ class StopRequest:
         self._event = threading.Event()
         self._polling = False
         self._raised = False
+        self._swallowed = threading.Event()
 
     @property
     def requested(self) -> bool:
@@ -56,6 +64,7 @@ class StopRequest:
         writer.setblocking(False)
         signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
         signal.signal(signal.SIGTERM, self._handle)
+        sys.unraisablehook = self._unraisable
         threading.Thread(
             target=self._watch, args=(reader, writer), daemon=True, name="grace"
         ).start()
@@ -67,11 +76,23 @@ class StopRequest:
             self._raised = True
             raise StopNow("told to stop")
 
+    def _unraisable(self, unraisable) -> None:
+        if unraisable.exc_type is StopNow:
+            self._swallowed.set()
+        else:
+            sys.__unraisablehook__(unraisable)
+
     def _watch(self, reader: socket.socket, writer: socket.socket) -> None:
         while signal.SIGTERM not in reader.recv(16):
             pass
         self._event.set()
-        threading.Event().wait(self.grace_seconds)
+        deadline = time.monotonic() + self.grace_seconds
+        while (left := deadline - time.monotonic()) > 0:
+            if self._swallowed.wait(left):
+                time.sleep(AGAIN_SECONDS)
+                self._swallowed.clear()
+                self._raised = False
+                os.kill(os.getpid(), signal.SIGTERM)
         log.warning("grace of %.0f s is over: leaving with the last checkpoint", self.grace_seconds)
         logging.shutdown()
         os._exit(PREEMPTED)

@@ -3,8 +3,11 @@
 import argparse
 import json
 import logging
+import shutil
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +18,7 @@ from small import BPE_EOS, CFG, bpe_tokenizer
 from olmo_core_jax import recipes
 from olmo_core_jax.convert import hf
 from olmo_core_jax.convert.orbax_read import OrbaxStep
-from olmo_core_jax.errors import UserError
+from olmo_core_jax.errors import OK, PREEMPTED, UserError
 from olmo_core_jax.evaluate.checkpoint import stored
 from olmo_core_jax.jobs import common, evaluate
 from olmo_core_jax.jobs.signals import StopRequest
@@ -177,8 +180,6 @@ def test_another_checkpoint_is_not_taken_for_the_evaluated_one(run):
 
 @pytest.mark.slow
 def test_four_devices_give_the_same_figures(run, tmp_path):
-    import shutil
-
     root = tmp_path / "run"
     shutil.copytree(Path(run[1], "stage1_train"), root / "stage1_train")
     topology = '{"platform": "cpu", "host_devices": 4, "mesh": {"fsdp": 2, "tensor": 2}}'
@@ -191,6 +192,59 @@ def test_four_devices_give_the_same_figures(run, tmp_path):
     assert ours.keys() == theirs.keys()
     for name in ours:
         assert ours[name] == pytest.approx(theirs[name], abs=2e-6), name
+
+
+@pytest.fixture(scope="module")
+def long_run(run):
+    """The same, with so many questions that scoring them takes seconds; where, and their number."""
+    folder, count = Path(run[0]).parent, 800
+    shutil.copytree(folder / "tasks", folder / "many")
+    line = (folder / "many/choice.jsonl").read_text().splitlines()[0] + "\n"
+    (folder / "many/choice.jsonl").write_text(line * count)
+    recipe = yaml.safe_load(Path(run[0]).read_text())
+    recipe["evaluation"]["tasks_path"] = "./many"
+    (folder / "long.yaml").write_text(yaml.safe_dump(recipe | {"name": "long"}))
+    return str(folder / "long.yaml"), run[1], count
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "moment",
+    [
+        pytest.param("process 0 of 1", id="restore-and-compile"),
+        pytest.param("held-out loss", id="scoring"),
+    ],
+)
+def test_sigterm_while_it_scores(long_run, tmp_path, moment):
+    """Exit code 42 inside the grace, nothing half-written; the next attempt does all of it."""
+    recipe, whole, count = long_run
+    shutil.copytree(Path(whole, "stage1_train"), tmp_path / "stage1_train")
+    command = [sys.executable, "-m", "olmo_core_jax.jobs.evaluate", "--recipe", recipe,
+               "--run-root", str(tmp_path), "--step", str(STEP)]  # fmt: skip
+
+    def start() -> subprocess.Popen:
+        return subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        )
+
+    job = start()
+    seen = next(line for line in job.stdout if moment in line)
+    time.sleep(0.3)
+    job.send_signal(signal.SIGTERM)
+    told = time.monotonic()
+    output, _ = job.communicate(timeout=60)
+    assert job.returncode == PREEMPTED, seen + output
+    assert time.monotonic() - told < 10 and "Traceback" not in output and "grace" not in output
+    assert {p.name for p in (tmp_path / f"eval_landmarks/{STEP}").iterdir()} <= {
+        "log.txt",
+        "lock.json",
+    }
+    again = start()
+    output, _ = again.communicate(timeout=120)
+    assert again.returncode == OK, output
+    figures = read_result(str(tmp_path), f"eval_landmarks/{STEP}").figures
+    assert (figures["KL max"], figures["top-1 agreement"]) == (0.0, 1.0)
+    assert figures["lm_eval/choice/acc"] in (0.0, 1.0), f"one question, {count} times"
 
 
 def test_reference_files_by_stage_and_step_or_by_step(tmp_path):
