@@ -1,5 +1,11 @@
-"""The whole flow, every stage a JobSet on the loopback cluster, its run root in a bucket; killed, then resumed."""
+"""The whole flow, every stage a JobSet on the loopback cluster, its run root in a bucket; killed, then resumed.
 
+Secrets are planted where real ones are (the controller's environment and kubeconfig, the pods' Secret, the token for the
+bucket), and looked for in everything that the flow leaves behind.
+"""
+
+import base64
+import gzip
 import json
 import os
 import signal
@@ -23,7 +29,14 @@ gcs_emulator = pytest.importorskip("gcs_emulator", exc_type=ImportError)
 pytestmark = pytest.mark.slow
 
 FLOW = Path(__file__).resolve().parents[2] / "flows" / "reproduce.py"
-ROOT = "gs://olmo-runs/short"
+BUCKET = "gs://olmo-runs"
+ROOT = f"{BUCKET}/short"
+NEEDLE = b"PlantedSecretValue"
+
+
+def planted(kind: str) -> str:
+    """A secret of its own for every place."""
+    return f"{kind}_{NEEDLE.decode()}0123456789"
 
 
 @pytest.fixture
@@ -31,7 +44,9 @@ def bucket(monkeypatch, tmp_path):
     """A bucket on loopback, and what clients need to find it."""
     fake = {"type": "authorized_user", "client_id": "x", "client_secret": "x", "refresh_token": "x"}
     credentials = tmp_path / "credentials.json"
-    credentials.write_text(json.dumps(fake | {"token": "x", "expiry": "2099-01-01T00:00:00Z"}))
+    credentials.write_text(
+        json.dumps(fake | {"token": planted("gcs"), "expiry": "2099-01-01T00:00:00Z"})
+    )
     with gcs_emulator.bucket_on_loopback() as url:
         for name, value in environment(url, credentials, tmp_path).items():
             monkeypatch.setenv(name, value)
@@ -46,7 +61,7 @@ def environment(url: str, credentials: Path, tmp_path: Path) -> dict[str, str]:
         "TENSORSTORE_GCS_HTTP_URL": url,
         "GOOGLE_CLOUD_PROJECT": "emulator",
         "GOOGLE_APPLICATION_CREDENTIALS": str(credentials),
-        "GOOGLE_AUTH_TOKEN_FOR_TESTING": "x",
+        "GOOGLE_AUTH_TOKEN_FOR_TESTING": planted("gcs"),
         "GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT": "false",
         "JAX_COMPILATION_CACHE_DIR": str(tmp_path / "cache"),
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
@@ -71,7 +86,7 @@ def recipe(tmp_path):
 
 
 def kubeconfig(lab: Lab, path: Path) -> None:
-    user = {"name": "u", "user": {"token": "token-1"}}
+    user = {"name": "u", "user": {"token": planted("kubernetes")}}
     cluster = {"name": "c", "cluster": {"server": lab.api.url}}
     context = {"name": "x", "context": {"cluster": "c", "user": "u", "namespace": "default"}}
     config = {"apiVersion": "v1", "kind": "Config", "current-context": "x"}
@@ -87,6 +102,7 @@ def launch_profile(path: Path) -> None:
         "image": "r/i:1",
         "queue": "tpus",
         "max_restarts": 2,
+        "secrets": {"HF_TOKEN": {"secret": "hf-token", "key": "token"}},
     }
     gke["watching"] = {"refresh": 1.0}
     stages = ("convert_weights", "build_index", "eval_landmarks", "warm_adam", "final_eval")
@@ -105,8 +121,76 @@ def started(lab: Lab) -> Counter:
     )
 
 
+def spellings(needle: bytes) -> list[bytes]:
+    """As it is, and inside base64 (cards, Kubernetes) at each of the three alignments."""
+    found = [needle]
+    for before in range(3):
+        inside = base64.b64encode(b"x" * before + needle)
+        found.append(inside[-(-before * 8 // 6) : (before + len(needle)) * 8 // 6])
+    return found
+
+
+@pytest.mark.parametrize("before", [b"", b"a", b"ab", b"abc"])
+def test_a_secret_is_found_in_base64(before):
+    inside = base64.b64encode(before + NEEDLE + b"and more")
+    assert any(s in inside for s in spellings(NEEDLE))
+    assert not any(s in base64.b64encode(before + NEEDLE[::-1]) for s in spellings(NEEDLE))
+
+
+def texts(folder: Path) -> dict[str, bytes]:
+    """Every file below a folder, what is gzipped (Metaflow's artifacts) as it is inside."""
+    found = {}
+    for path in folder.rglob("*"):
+        if path.is_file():
+            content = path.read_bytes()
+            found[str(path)] = gzip.decompress(content) if content[:2] == b"\x1f\x8b" else content
+    return found
+
+
+def left_behind(lab: Lab, tmp_path: Path) -> dict[str, dict[str, bytes]]:
+    """All that the flow has written or sent, by kind of place; not the files that secrets were given in."""
+    requests = {
+        str(i): repr((r.verb, r.plural, r.name, r.query, r.body)).encode()
+        for i, r in enumerate(lab.api.requests)
+    }
+    return {
+        "bucket": {n: storage.read_bytes(f"{BUCKET}/{n}") for n, _ in storage.walk(BUCKET)},
+        "Metaflow's datastore": texts(tmp_path / ".metaflow"),
+        "Metaflow's home": texts(tmp_path / "metaflow"),
+        "output of the flow": {p.name: p.read_bytes() for p in tmp_path.glob("*.txt")},
+        "output of the pods": {name: p.log for name, p in lab.kubelet.history},
+        "requests": requests,
+        "API server": {
+            str(i): repr(o).encode()
+            for i, o in enumerate([*lab.store.objects.values(), *lab.store.history])
+        },
+    }
+
+
+def check_secrets(lab: Lab, tmp_path: Path) -> None:
+    """They were where they belong, and are nowhere else. Each place holds what shows that it was read rightly."""
+    assert {env["HF_TOKEN"] for env in lab.kubelet.environments} == {planted("pod")}
+    assert {r.token for r in lab.api.requests} == {planted("kubernetes")}
+    known = {
+        "bucket": b"eval_landmarks/6: done in",
+        "Metaflow's datastore": b"gs://olmo-runs/short/stage1_train",
+        "Metaflow's home": b"",
+        "output of the flow": b"submitted JobSet",
+        "output of the pods": b"recipe short",
+        "requests": b"secretKeyRef",
+        "API server": b"olmo-core-jax/run-root",
+    }
+    for place, found in left_behind(lab, tmp_path).items():
+        assert not found or any(known[place] in content for content in found.values()), place
+        assert found or not known[place], place
+        for name, content in found.items():
+            assert not any(needle in content for needle in spellings(NEEDLE)), f"{place}: {name}"
+
+
 def test_flow_on_jobsets_with_a_bucket_killed_and_resumed(bucket, recipe, tmp_path):
-    with Lab(tmp_path, translate=module_runner, grace_scale=0.1) as lab:
+    secrets = {"hf-token": {"token": planted("pod")}}
+    with Lab(tmp_path, translate=module_runner, grace_scale=0.1, secret_values=secrets) as lab:
+        lab.api.tokens = {planted("kubernetes")}
         kubeconfig(lab, tmp_path / "kubeconfig")
         launch_profile(tmp_path / "profile.yaml")
         env = os.environ | {
@@ -115,6 +199,7 @@ def test_flow_on_jobsets_with_a_bucket_killed_and_resumed(bucket, recipe, tmp_pa
             "METAFLOW_HOME": str(tmp_path / "metaflow"),
             "METAFLOW_DATASTORE_SYSROOT_LOCAL": str(tmp_path),
             "USERNAME": "tester",
+            "HF_TOKEN": planted("controller"),
             "PYTHONPATH": str(FLOW.parents[1]),
         }
 
@@ -156,3 +241,4 @@ def test_flow_on_jobsets_with_a_bucket_killed_and_resumed(bucket, recipe, tmp_pa
         assert storage.exists(f"{ROOT}/final_eval/report.html")
         logs = [e.name for e in storage.list_dir(f"{ROOT}/stage1_train/pod_logs")]
         assert len(logs) == 2  # both hosts, one attempt
+        check_secrets(lab, tmp_path)

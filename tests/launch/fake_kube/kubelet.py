@@ -78,12 +78,14 @@ class Kubelet:
         self.secrets = secrets or {}
         self.processes: dict[str, Process] = {}  # by pod uid
         self.history: list[tuple[str, Process]] = []  # (pod name, process) of every start, in order
+        self.environments: list[dict[str, str]] = []  # of every start
         self.addresses: dict[str, str] = {}
 
     def start(self, pod: dict) -> None:
         container = pod["spec"]["containers"][0]
         env = {name: os.environ[name] for name in KEPT if name in os.environ}
         env |= self._env(pod, container)
+        self.environments.append(env)
         argv = self.translate([expand(part, env) for part in container["command"]])
         argv = [self._resolve(part) for part in argv]
         process = Process(argv, env)
