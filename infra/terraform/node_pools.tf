@@ -1,7 +1,7 @@
 locals {
   oauth_scopes = ["https://www.googleapis.com/auth/cloud-platform"]
-  multi_host   = { for k, s in var.tpu_slices : k => s if s.hosts > 1 }
-  tpu7x_multi  = { for k, s in local.multi_host : k => s if s.family == "tpu7x" }
+  # Slices of one topology share a policy: pods choose nodes by its name, whichever slice they are of.
+  tpu7x_hosts = { for k, s in var.tpu_slices : s.topology => s.hosts... if s.family == "tpu7x" && s.hosts > 1 }
 }
 
 # Controllers of JobSet and Kueue, and the small pods of an unattended flow.
@@ -38,13 +38,13 @@ resource "google_container_node_pool" "cpu" {
 
 # TPU7x slices of several hosts are placed by a workload policy; v5p and v6e by the node pool's own placement policy.
 resource "google_compute_resource_policy" "tpu7x" {
-  for_each = local.tpu7x_multi
-  name     = "${each.key}-placement-policy"
+  for_each = local.tpu7x_hosts
+  name     = "tpu7x-${each.value[0] * 8}-${each.key}-placement-policy"
   region   = var.region
 
   workload_policy {
     type                 = "HIGH_THROUGHPUT"
-    accelerator_topology = each.value.topology
+    accelerator_topology = each.key
   }
 }
 
@@ -69,12 +69,13 @@ resource "google_container_node_pool" "tpu" {
     content {
       type         = "COMPACT"
       tpu_topology = each.value.family == "tpu7x" ? null : each.value.topology
-      policy_name  = each.value.family == "tpu7x" ? google_compute_resource_policy.tpu7x[each.key].name : null
+      policy_name  = each.value.family == "tpu7x" ? google_compute_resource_policy.tpu7x[each.value.topology].name : null
     }
   }
 
   node_config {
     machine_type    = each.value.machine_type
+    disk_type       = each.value.family == "tpu7x" ? "hyperdisk-balanced" : null # TPU7x machines take no other
     spot            = each.value.capacity == "spot"
     flex_start      = each.value.capacity == "flex-start"
     service_account = google_service_account.nodes.email
@@ -90,10 +91,14 @@ resource "google_container_node_pool" "tpu" {
         values                   = [each.value.reservation]
       }
     }
+    dynamic "reservation_affinity" {
+      for_each = each.value.capacity == "flex-start" ? [1] : []
+      content { consume_reservation_type = "NO_RESERVATION" }
+    }
   }
 
   management {
-    auto_repair  = true
+    auto_repair  = each.value.capacity != "flex-start" # such machines are replaced, not repaired
     auto_upgrade = true
   }
 

@@ -17,6 +17,6 @@ output "data" {
 }
 
 output "placement_policies" {
-  description = "gke.placement_policy of the launch profiles, by slice"
+  description = "gke.placement_policy of the launch profiles, by topology"
   value       = { for k, p in google_compute_resource_policy.tpu7x : k => p.name }
 }

@@ -1,7 +1,6 @@
 """Every row of the decision table (decide.py), played on the loopback cluster by a controller that speaks HTTP."""
 
 import hashlib
-import json
 import re
 import time
 from pathlib import Path
@@ -229,18 +228,6 @@ def test_pods_that_do_not_start_are_explained(tmp_path):
         lab.kill.set()
 
 
-def test_cancelling_by_hand_also_ends_a_controller_that_watches(tmp_path):
-    with Lab(tmp_path, gate=True) as lab:
-        controller = lab.start()
-        lab.running()
-        assert lab.launcher().cancel() is True
-        with pytest.raises(JobFailed, match="cancelled by hand"):
-            controller.finish()
-        assert len(lab.api.seen("create", "jobsets")) == 1 and lab.cluster.jobset() is None
-        lab.open_gate()
-        assert lab.start().finish().outputs["state"] == chain(20)  # and it can be started again
-
-
 def test_a_deleted_jobset_is_confirmed_twice_and_submitted_again(tmp_path):
     with Lab(tmp_path, flags=["--steps=60", "--pause=0.02"]) as lab:
         controller = lab.start()
@@ -355,35 +342,6 @@ def test_a_name_that_somebody_else_has_is_refused(tmp_path):
             lab.start().finish()
 
 
-def test_the_launcher_detaches_and_attaches(tmp_path):
-    with Lab(tmp_path, flags=["--steps=80", "--pause=0.02"]) as lab:
-        controller = lab.start()
-        lab.until(lambda: lab.steps())
-        lab.kill.set()
-        controller.join(10)
-        lab.kill.clear()
-        assert lab.cluster.running_pods()
-        assert lab.start().finish().outputs["state"] == chain(80)
-        assert len(lab.leaders()) == 1 and len(lab.api.seen("create", "jobsets")) == 1
-        assert said(lab, "attached to JobSet")
-
-
-def test_another_shape_goes_on_from_the_last_checkpoint(tmp_path):
-    with Lab(tmp_path, flags=["--steps=100", "--pause=0.02"]) as lab:
-        first = lab.start()
-        lab.until(lambda: len(lab.steps()) >= 2)
-        lab.kill.set()
-        first.join(10)
-        lab.kill.clear()
-        gke = lab.profile.gke.model_copy(update={"hosts": 3})
-        second = lab.start(lab.launcher(lab.profile.model_copy(update={"gke": gke})))
-        lab.running(hosts=3)
-        assert second.finish().outputs["state"] == chain(100)
-        assert lab.leaders()[0].poll() == 42
-        records = sorted(Path(lab.root, "stage1_train", "launches").glob("*.json"))
-        assert sorted(json.loads(p.read_text())["hosts"] for p in records) == [2, 3]
-
-
 def test_a_cluster_without_jobset_or_kueue_is_said_so(tmp_path):
     with Lab(tmp_path) as lab:
         lab.api.fail(404, "create", "jobsets")
@@ -393,18 +351,3 @@ def test_a_cluster_without_jobset_or_kueue_is_said_so(tmp_path):
         lab.api.fail(404, "list", "workloads", times=10)
         with pytest.raises(UserError, match=r"no Kueue v1beta2 .0\.17 or newer."):
             lab.start().finish()
-
-
-def test_status_and_cancel(tmp_path):
-    with Lab(tmp_path, flags=["--steps=1000", "--pause=0.02"]) as lab:
-        launcher = lab.launcher()
-        assert launcher.status() == "no JobSet, and no result yet"
-        launcher.submit()
-        lab.until(lambda: lab.steps())
-        assert re.match(
-            r"(running|starting): started, . of 1 slices ready; newest checkpoint \d+",
-            launcher.status(),
-        )
-        assert launcher.cancel() is True
-        assert not lab.cluster.running_pods() and lab.cluster.jobset() is None
-        assert launcher.cancel() is False

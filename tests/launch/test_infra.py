@@ -53,7 +53,7 @@ def test_kustomize_builds():
         ["kubectl", "kustomize", str(INFRA / "k8s")], capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr
-    assert len(list(yaml.safe_load_all(done.stdout))) == 17
+    assert len(list(yaml.safe_load_all(done.stdout))) == 20
 
 
 @pytest.mark.skipif(not shutil.which("terraform"), reason="terraform is not installed")
@@ -64,6 +64,49 @@ def test_terraform_is_formatted():
         text=True,
     )
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_terraform_files_parse_and_name_only_what_they_declare():
+    """As far as that goes without the provider, whose registry is not at hand."""
+    hcl2 = pytest.importorskip("hcl2")
+    declared, text = set(), ""
+    for path in sorted((INFRA / "terraform").glob("*.tf")):
+        text += "".join(line for line in path.open() if not line.lstrip().startswith("#"))
+        for kind, blocks in hcl2.loads(path.read_text()).items():
+            for block in blocks:
+                declared |= set(declarations(kind, block))
+    used = set(re.findall(r"\b(?:var|local)\.\w+|(?:data\.)?\bgoogle_\w+\.\w+", text))
+    assert used <= declared
+    variables = {name for name in declared if name.startswith("var.")}
+    assert variables <= used and len(variables) > 5
+
+
+def declarations(kind: str, block: dict):
+    """What later expressions may name: var.x, local.x, TYPE.NAME, data.TYPE.NAME."""
+    for first, body in block.items():
+        first = first.strip('"')
+        if kind in ("variable", "locals"):
+            yield f"{'var' if kind == 'variable' else 'local'}.{first}"
+        elif kind in ("resource", "data"):
+            before = "data." if kind == "data" else ""
+            yield from (f"{before}{first}.{name.strip(chr(34))}" for name in body)
+
+
+def test_terraform_and_the_profiles_agree_on_names():
+    pools = (INFRA / "terraform" / "node_pools.tf").read_text()
+    assert '"tpu7x-${each.value[0] * 8}-${each.key}-placement-policy"' in pools
+    seen = set()
+    for path in (INFRA / "launch").glob("*.yaml"):
+        gke = load_profile(str(path)).gke
+        if gke and gke.placement_policy:
+            hosts, topology = gke.hardware.hosts, gke.hardware.topology
+            assert gke.placement_policy == f"tpu7x-{hosts * 8}-{topology}-placement-policy", path
+            seen.add(gke.capacity)
+    assert seen == {"spot", "reservation", "flex-start"}
+    iam = (INFRA / "terraform" / "iam.tf").read_text()
+    for document in yaml.safe_load_all((INFRA / "k8s" / "accounts.yaml").read_text()):
+        if document["kind"] == "ServiceAccount":
+            assert f'"${{local.pool}}/{document["metadata"]["name"]}"' in iam
 
 
 @pytest.mark.parametrize("guide", GUIDES, ids=lambda p: p.name)

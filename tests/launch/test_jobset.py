@@ -21,7 +21,7 @@ from olmo_core_jax.topology import Topology, process_id
 crds = crd_files.crds
 INFRA = Path(__file__).resolve().parents[2] / "infra"
 RUN = "gs://my-project-olmo-runs/7b"
-PROFILES = ["cpu-cluster", "v5p-256", "tpu7x-4x4x4", "tpu7x-4x8x8"]
+PROFILES = ["cpu-cluster", "v5p-256", "tpu7x-4x4x4", "tpu7x-4x8x8", "tpu7x-2x4x4x4"]
 JOB = jobs.train("olmo3_7b", RUN, "stage1")
 
 

@@ -19,7 +19,7 @@ def main():
     steps, every, pause = int(flags["steps"]), int(flags["every"]), float(flags["pause"])
     stop = []
     signal.signal(signal.SIGTERM, lambda *_: stop.append(1))
-    if os.environ["JOB_COMPLETION_INDEX"] != "0":
+    if (os.environ["SLICE_INDEX"], os.environ["JOB_COMPLETION_INDEX"]) != ("0", "0"):
         follow(folder, stop)
     folder.mkdir(parents=True, exist_ok=True)
     lock = open(folder / "lock.json", "a")  # noqa: SIM115  # held to the end
