@@ -12,6 +12,7 @@ Norms, rotary embedding and SwiGLU are computed again under every policy: they c
 would keep. Policies, with what each adds to a step of the 7B shape beyond that:
 
     none               nothing: every matrix product and the attention kernel's output are kept
+    mlp                the MLP's gate and up projections: 43 % of what `none` keeps, 15 % of the layer's arithmetic
     selective          the attention kernel, and the MLP's up projection
     attention_context  all matrix products, but not the attention kernel
     block              all matrix products and the attention kernel; only layer inputs are kept
@@ -29,6 +30,7 @@ MATRICES = ("q", "k", "v", "attention_out", "gate", "up", "down")
 
 POLICIES: dict[str, tuple[str, ...]] = {
     "none": (*MATRICES, "attention"),
+    "mlp": ("q", "k", "v", "attention", "attention_out", "down"),
     "selective": ("q", "k", "v", "attention_out", "gate", "down"),
     "attention_context": ("attention",),
     "block": (),

@@ -15,10 +15,10 @@ COLLECTIVES = ("all-gather", "reduce-scatter", "all-reduce", "all-to-all", "coll
 BITS = {"pred": 8, "s4": 4, "u4": 4, "s8": 8, "u8": 8, "s16": 16, "u16": 16, "bf16": 16, "f16": 16}
 BITS |= {"s32": 32, "u32": 32, "f32": 32, "s64": 64, "u64": 64, "f64": 64, "c64": 64, "c128": 128}
 
-_HEADER = re.compile(r"^(ENTRY )?%?([\w.-]+) \(.*\) -> .* \{$")
+_HEADER = re.compile(r"^(ENTRY )?%?([\w.-]+)(?: \(.*\) -> .*)? \{$")
 _OP = re.compile(r"^\s+(?:ROOT )?%?([\w.-]+) = (.+?) ([\w-]+)\((.*)$")
 _SHAPE = re.compile(r"(\w+)\[([\d,]*)\]")
-_CALLS = re.compile(r"(?:calls|body|called_computations)=\{?%?([\w.-]+)")
+_CALLS = re.compile(r"(?:calls|body|called_computations|to_apply)=\{?%?([\w.-]+)")
 _CONDITION = re.compile(r"condition=%?([\w.-]+)")
 _TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
 _CONTRACT = re.compile(r"lhs_contracting_dims=\{([\d,]*)\}")
@@ -133,7 +133,7 @@ def _result_bytes(shape: str, kind: str) -> float:
 
 
 def _matrix_flops(kind: str, shape: str, rest: str, shapes: dict[str, str]) -> float:
-    operands = re.findall(r"%([\w.-]+)", rest.partition("),")[0])
+    operands = re.findall(r"%?([A-Za-z_][\w.-]*)(?=[,)]|$)", rest.partition("),")[0])
     inline = _SHAPE.findall(rest.partition("),")[0])
     out = _product(_dims(shape))
 
@@ -153,20 +153,32 @@ def _matrix_flops(kind: str, shape: str, rest: str, shapes: dict[str, str]) -> f
     labels = _LABELS.search(rest)
     if labels is None:
         return 0.0
-    # Each output element sums over the kernel's input features and its window; XLA writes batched products as windows
-    # over which one position counts, and says so by `size` in the window.
-    kernel = operand(1)
-    summed = kernel[labels[2].index("i")]
-    return 2.0 * out * summed * _window(rest, kernel, labels)
+    lhs, kernel, result = operand(0), operand(1), _dims(shape)
+    pairs = _taps(rest, lhs, kernel, result, labels)
+    places = _product(size for label, size in zip(labels[3], result, strict=True) if label in "bf")
+    return 2.0 * places * kernel[labels[2].index("i")] * pairs
 
 
-def _window(rest: str, kernel: list[int], labels: re.Match) -> int:
+def _taps(rest: str, lhs, kernel, result, labels: re.Match) -> int:
+    """Pairs of an output position and a kernel position that meet an input element, not padding or a gap.
+
+    TPU programs write batched and transposed products as windows over which only such pairs count.
+    """
     window = re.search(r"window=\{([^}]*)\}", rest)
-    if window is None:
-        return 1
-    size = re.search(r"size=([\dx]+)", window[1])
-    sizes = [int(s) for s in size[1].split("x")] if size else []
-    dilated = re.search(r"lhs_dilate=([\dx]+)", window[1])
-    strides = [int(s) for s in dilated[1].split("x")] if dilated else [1] * len(sizes)
-    # A batched dot is a window of the batch's size over an input dilated by as much: one position is real.
-    return _product(1 if stride >= s else s for s, stride in zip(sizes, strides, strict=True))
+    fields = dict(part.split("=") for part in window[1].split()) if window else {}
+
+    def of(name: str, i: int, default: str) -> str:
+        return fields[name].split("x")[i] if name in fields else default
+
+    pairs = 1
+    for i in range(sum(label.isdigit() for label in labels[1])):
+        before = int(of("pad", i, "0_0").split("_")[0])
+        stride, gap, spread = (int(of(n, i, "1")) for n in ("stride", "lhs_dilate", "rhs_dilate"))
+        extent = (lhs[labels[1].index(str(i))] - 1) * gap + 1
+        where = (
+            o * stride + k * spread - before
+            for o in range(result[labels[3].index(str(i))])
+            for k in range(kernel[labels[2].index(str(i))])
+        )
+        pairs *= sum(0 <= at < extent and at % gap == 0 for at in where)
+    return pairs

@@ -51,6 +51,7 @@ FORWARD, BACKWARD = 7 + 2, 2 * 7 + 5  # seven matrices; attention: two products,
     ("policy", "again"),
     [
         ("none", 0),
+        ("mlp", 2),
         ("selective", 2 + 1),
         ("attention_context", 7),
         ("block", 7 + 2),
