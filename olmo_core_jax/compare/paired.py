@@ -38,7 +38,7 @@ def compare_runs(unbroken: str, interrupted: str, stage: str, last_step: int) ->
     folders = [storage.join(root, f"{stage}_train") for root in (unbroken, interrupted)]
     a, b = (curves.read_metrics(storage.join(f, "metrics", "metrics.jsonl")) for f in folders)
     batches = [curves.read_instances(storage.join(f, "instances.jsonl"))[0] for f in folders]
-    sums = [_checksums(folder, last_step) for folder in folders]
+    sums = [checksums(folder, last_step) for folder in folders]
     steps = range(1, last_step + 1)
     return Paired(
         updates=len(a.rows.keys() & b.rows.keys()),
@@ -65,7 +65,7 @@ def _largest(a: curves.Rows, b: curves.Rows, metric: str) -> tuple[float, int]:
     return largest, at
 
 
-def _checksums(folder: str, step: int) -> dict[str, int]:
+def checksums(folder: str, step: int) -> dict[str, int]:
     """A fingerprint of every array of a checkpoint; equal ones have equal bits."""
     where = storage.join(folder, "checkpoints", str(step), "meta", "metadata")
     try:

@@ -25,14 +25,32 @@ def load_recipe(name_or_path: str) -> Recipe:
     Raises UserError that names the file and the field.
     """
     where = recipe_location(name_or_path)
+    return parse_recipe(_read(where), where, _folder(where))
+
+
+def base_location(name_or_path: str) -> str | None:
+    """The file or URI of the recipe that this one `extends`; None where it extends none. Raises UserError."""
+    return _split(recipe_location(name_or_path))[0]
+
+
+def _folder(where: str) -> str:
     folder = where.rpartition("/")[0] or "."
-    if not storage.is_remote(where):
-        folder = str(Path(folder).resolve())
-    return parse_recipe(_read(where), where, folder)
+    return folder if storage.is_remote(where) else str(Path(folder).resolve())
 
 
 def _read(where: str) -> dict:
-    """A recipe file's content over that of the recipe it `extends`, which has to be in the same folder."""
+    """A recipe file's content over that of the recipe it `extends`."""
+    base, raw = _split(where)
+    if base is None:
+        return raw
+    inherited = _read(base)
+    if _folder(base) != _folder(where):  # a shipped one: its paths are relative to its own folder
+        inherited = _absolute(inherited, _folder(base))
+    return _merge(inherited, raw)
+
+
+def _split(where: str) -> tuple[str | None, dict]:
+    """Where the recipe is that a file `extends`: in the same folder, else a shipped one. And the rest of its content."""
     try:
         raw = yaml.safe_load(storage.read_text(where))
     except (OSError, UnicodeDecodeError) as e:
@@ -45,12 +63,11 @@ def _read(where: str) -> dict:
         )
     base = raw.pop("extends", None)
     if base is None:
-        return raw
+        return None, raw
     if not isinstance(base, str) or "/" in base:
-        raise UserError(f"recipe {where}: extends names a recipe in the same folder, not {base!r}")
-    return _merge(
-        _read(recipe_location(storage.join(where.rpartition("/")[0] or ".", f"{base}.yaml"))), raw
-    )
+        raise UserError(f"recipe {where}: extends is the name of a recipe, not {base!r}")
+    beside = storage.join(_folder(where), f"{base}.yaml")
+    return (beside if storage.exists(beside) else recipe_location(base)), raw
 
 
 def _merge(base: dict, over: dict) -> dict:

@@ -14,12 +14,13 @@ COLOURS = {"reference": "#f0a35e", "this run": "#0b7285", NOISE: "#c9d3dc"}
 Lines = Mapping[str, tuple[Sequence[int], Sequence[float]]]
 
 
-def lines(title: str, series: Lines) -> dict:
-    """Curves over each other: name -> (updates, values); the reference is the thick one."""
+def lines(title: str, series: Lines, colours: Mapping[str, str] = COLOURS) -> dict:
+    """Curves over each other: name -> (updates, values); the reference is the thick one. colours: by name."""
     wide = {n: 4 if n == "reference" else 1.4 for n in series}
     marks = {n: {"type": "line", "strokeJoin": "round", "strokeWidth": w} for n, w in wide.items()}
     axis = {"title": None, "scale": {"zero": False}}
-    return _chart(title, [_layer(marks[n], _data(n, *s), axis) for n, s in series.items()], 190)
+    layers = [_layer(marks[n], _data(n, *s), axis) for n, s in series.items()]
+    return _chart(title, layers, 190, colours)
 
 
 def gaps(title: str, ours: Gap, noise: Gap, limit: float) -> dict:
@@ -58,12 +59,14 @@ def gaps(title: str, ours: Gap, noise: Gap, limit: float) -> dict:
     return _chart(title, layers, 140)
 
 
-def _chart(title: str, layers: list[dict], height: int) -> dict:
+def _chart(
+    title: str, layers: list[dict], height: int, colours: Mapping[str, str] = COLOURS
+) -> dict:
     names = [row["run"] for layer in layers for row in layer["data"]["values"][:1] if "run" in row]
     colour = {
         "field": "run",
         "type": "nominal",
-        "scale": {"domain": names, "range": [COLOURS[n] for n in names]},
+        "scale": {"domain": names, "range": [colours[n] for n in names]},
         "legend": {"orient": "top", "title": None} if len(names) > 1 else None,
     }
     return {

@@ -130,3 +130,17 @@ def test_shapes_have_olmo_cores_parameter_counts(name):
 
 def test_parameters_of_7b():
     assert recipes.load_recipe("olmo3_7b").model.n_params == 7_298_617_344
+
+
+def test_a_recipe_extends_a_shipped_one_from_any_folder(tmp_path, laptop):
+    (tmp_path / "mine.yaml").write_text(
+        "extends: laptop\nname: mine\nevaluation: {heldout: {code: my/code.npy}}\n"
+    )
+    mine, shipped = recipes.load_recipe(str(tmp_path / "mine.yaml")), recipes.load_recipe("laptop")
+    assert mine.stage1 == shipped.stage1, "its paths stay relative to its own folder"
+    own = {"code": str(tmp_path.resolve() / "my/code.npy")}
+    assert mine.evaluation.heldout == shipped.evaluation.heldout | own
+    laptop["stage1"]["data"]["seed"] = 5
+    (tmp_path / "laptop.yaml").write_text(yaml.safe_dump(laptop))
+    beside = recipes.load_recipe(str(tmp_path / "mine.yaml"))
+    assert beside.stage1.data.seed == 5, "one in the same folder comes first"
