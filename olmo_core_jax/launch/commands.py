@@ -9,6 +9,9 @@ from olmo_core_jax.errors import UserError
 if TYPE_CHECKING:
     from olmo_core_jax.launch.job import Job
 
+HAND_SECONDS = 60.0
+"""How long a person waits for an API that does not answer; a watch waits as long as the profile says."""
+
 Recipe = Annotated[str, typer.Option(help="name of a shipped recipe, or a YAML file")]
 RunRoot = Annotated[str, typer.Option(help="folder or gs:// URI of the whole run")]
 Stage = Annotated[str, typer.Option(help="stage1_train, eval_landmarks/100, ...")]
@@ -45,11 +48,13 @@ def job_of(stage: str, recipe: str, run_root: str) -> "Job":
     return makers[stage](recipe, run_root)
 
 
-def _launcher(recipe: str, run_root: str, stage: str, profile: str | None):
+def _launcher(
+    recipe: str, run_root: str, stage: str, profile: str | None, patience: float | None = None
+):
     from olmo_core_jax.launch.gke import Launcher
     from olmo_core_jax.launch.profile import load_profile
 
-    return Launcher(job_of(stage, recipe, run_root), load_profile(profile))
+    return Launcher(job_of(stage, recipe, run_root), load_profile(profile), patience=patience)
 
 
 def render(recipe: Recipe, run_root: RunRoot, stage: Stage, profile: ProfileFile = None) -> None:
@@ -58,35 +63,45 @@ def render(recipe: Recipe, run_root: RunRoot, stage: Stage, profile: ProfileFile
     from olmo_core_jax.launch.jobset import render as manifest_of
     from olmo_core_jax.launch.jobset import to_yaml
     from olmo_core_jax.launch.profile import load_profile
+    from olmo_core_jax.launch.visible import as_pods_see
 
-    manifest = manifest_of(job_of(stage, recipe, run_root), load_profile(profile))
+    chosen, job = load_profile(profile), job_of(stage, recipe, run_root)
+    manifest = manifest_of(as_pods_see(job, chosen.gke_of(job.folder)), chosen)
     check(manifest)
     typer.echo(to_yaml(manifest), nl=False)
 
 
 def submit(recipe: Recipe, run_root: RunRoot, stage: Stage, profile: ProfileFile = None) -> None:
     """Create a stage's JobSet, or find the one that is there, and return at once."""
-    _launcher(recipe, run_root, stage, profile).submit()
+    _launcher(recipe, run_root, stage, profile, HAND_SECONDS).submit()
 
 
 def status(recipe: Recipe, run_root: RunRoot, stage: Stage, profile: ProfileFile = None) -> None:
     """Say in one line what a stage is doing."""
-    typer.echo(_launcher(recipe, run_root, stage, profile).status())
+    typer.echo(_launcher(recipe, run_root, stage, profile, HAND_SECONDS).status())
 
 
 def logs(
     run_root: RunRoot, stage: Stage, all_hosts: Annotated[bool, typer.Option("--all")] = False
 ) -> None:
     """Print the saved logs of every attempt (of the first host; --all: of every host)."""
+    from olmo_core_jax import storage
     from olmo_core_jax.launch.gke_logs import saved_logs
 
+    empty = True
     for name, text in saved_logs(run_root, stage, all_hosts):
         typer.echo(f"==> {name}\n{text}", nl=False)
+        empty = False
+    own = storage.join(run_root, stage, "log.txt")  # a local run's
+    if empty and storage.exists(own):
+        typer.echo(storage.read_text(own), nl=False)
+    elif empty:
+        raise UserError(f"there are no logs under {storage.join(run_root, stage)}")
 
 
 def cancel(recipe: Recipe, run_root: RunRoot, stage: Stage, profile: ProfileFile = None) -> None:
     """Delete a stage's JobSet and wait until its pods are gone; what it saved stays."""
-    there = _launcher(recipe, run_root, stage, profile).cancel()
+    there = _launcher(recipe, run_root, stage, profile, HAND_SECONDS).cancel()
     typer.echo("deleted" if there else "there was no JobSet")
 
 
@@ -103,8 +118,8 @@ def preflight(recipe: Recipe, run_root: RunRoot, stage: Stage, profile: ProfileF
     from olmo_core_jax.launch import preflight as rows
     from olmo_core_jax.launch.profile import load_profile
 
-    chosen = load_profile(profile)
-    found = rows.preflight(job_of(stage, recipe, run_root), chosen, _impatient(chosen, stage))
+    chosen, job = load_profile(profile), job_of(stage, recipe, run_root)
+    found = rows.preflight(job, chosen, _impatient(chosen, stage))
     typer.echo(rows.table(found))
     raise typer.Exit(0 if all(r.passed for r in found) else 1)
 
@@ -114,4 +129,7 @@ def _impatient(profile, stage: str):
     from olmo_core_jax.launch import kube
 
     gke = profile.gke_of(stage)
-    return kube.Kube(lambda: kube.connect(gke.context), gke.namespace, patience=15.0)
+    try:
+        return kube.Kube(lambda: kube.connect(gke.context), gke.namespace, patience=15.0)
+    except UserError as e:  # one row of the table
+        return e

@@ -51,17 +51,20 @@ class Launcher:
         connect: Callable[[str | None], Any] = k8s.connect,
         say: Callable[[str], None] = print,
         sleep: Callable[[float], None] = time.sleep,
+        patience: float | None = None,
     ):
+        """patience: seconds for which an API or a bucket that does not answer is asked again; default: the profile's."""
         self.gke: GKE = profile.gke_of(job.folder)
         self.job, self.profile = for_pods(job, self.gke), profile
         self.name = names.jobset_name(job.run_root, job.folder)
         self.say = lambda text: say(f"{job.folder}: {text}")
         self.sleep = sleep
+        self.patience = patience or self.gke.watching.api_patience
         context = self.gke.context
         self.kube = k8s.Kube(
             lambda: connect(context),
             self.gke.namespace,
-            self.gke.watching.api_patience,
+            self.patience,
             self.say,
             sleep,
         )
@@ -91,6 +94,7 @@ class Launcher:
         jobset = self._find() or self._await_orphans()
         if jobset is None:
             if self._finished() and progress.launches(self.job.run_root, self.job.folder):
+                self.say("finished before; its result is there")
                 return None
             return self._create(1)
         if annotation(jobset, names.RUN_ROOT) != names.canonical(self.job.run_root):
@@ -103,6 +107,7 @@ class Launcher:
             return self._create(1)
         ended = (jobset.get("status") or {}).get("terminalState")
         if ended and self._finished():
+            self.say(f"finished before, by JobSet {self.name}; its result is there")
             return jobset
         if ended and annotation(jobset, names.REPORTED):
             return self._replace(jobset, 1)
@@ -204,7 +209,7 @@ class Launcher:
             except UserError:
                 raise
             except Exception as e:
-                if time.monotonic() - began > self.gke.watching.api_patience:
+                if time.monotonic() - began > self.patience:
                     raise
                 self._tell(
                     f"{self.job.run_root} cannot be read ({type(e).__name__}: {e}); trying again"

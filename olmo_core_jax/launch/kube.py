@@ -95,14 +95,16 @@ def connect(context: str | None):
             "the gke backend needs the extra: pip install 'olmo-core-jax[gke]'"
         ) from None
     settings = client.Configuration()
+    file = os.environ.get("KUBECONFIG")  # as it is now: the client looks when it is imported
     try:
         if context is None and os.environ.get("KUBERNETES_SERVICE_HOST"):
             config.load_incluster_config(client_configuration=settings)
         else:
-            config.load_kube_config(context=context, client_configuration=settings)
+            config.load_kube_config(file, context, client_configuration=settings)
     except (config.ConfigException, OSError) as e:
+        where = file or "~/.kube/config"
         remedy = "`gcloud container clusters get-credentials` makes them"
-        raise UserError(f"no usable Kubernetes credentials ({e}): {remedy}") from None
+        raise UserError(f"no usable Kubernetes credentials in {where} ({e}): {remedy}") from None
     settings.retries = False  # urllib3 would retry behind our back
     return client.ApiClient(settings)
 

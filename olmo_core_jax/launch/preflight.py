@@ -8,22 +8,22 @@ import functools
 import re
 import urllib.error
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from olmo_core_jax import recipes, storage
-from olmo_core_jax.errors import JobError
+from olmo_core_jax.errors import JobError, UserError
 from olmo_core_jax.launch import image as images
 from olmo_core_jax.launch import kube as k8s
 from olmo_core_jax.launch.check import check
-from olmo_core_jax.launch.gke_profile import GKE
+from olmo_core_jax.launch.gke_profile import GKE, SecretRef
 from olmo_core_jax.launch.job import Job
 from olmo_core_jax.launch.jobset import render
 from olmo_core_jax.launch.kube import Kind, Kube
 from olmo_core_jax.launch.pod import node_selector
 from olmo_core_jax.launch.profile import Profile
 from olmo_core_jax.launch.quota import free_of, needs
-from olmo_core_jax.launch.visible import for_pods
+from olmo_core_jax.launch.visible import as_pods_see
 from olmo_core_jax.results import read_result
 
 OLDEST = {"kubernetes": (1, 29), "tpu7x": (1, 34), "jobset": (0, 10), "kueue": (0, 17)}
@@ -57,43 +57,45 @@ class Row:
     what: str
     passed: bool
     text: str
+    cause: Exception | None = None
 
 
-def preflight(job: Job, profile: Profile, kube: Kube) -> list[Row]:
-    """All rows; nothing is raised for what fails."""
+def preflight(job: Job, profile: Profile, kube: Kube | JobError) -> list[Row]:
+    """All rows; nothing is raised for what fails. kube: the cluster, or why there is none to ask."""
     gke = profile.gke_of(job.folder)
-    rows: list[Callable[[], str]] = [
-        lambda: _cluster(kube, gke),
-        lambda: _controller(kube, JOBSET_CONTROLLER, "jobset-controller-manager", "jobset"),
-        lambda: _manifest(kube, job, profile, gke),
-        lambda: _nodes(kube, gke),
-        lambda: _account(kube, gke),
-        lambda: _image(gke),
-        lambda: _run_root(job, gke),
-        lambda: _recipe(job),
-        lambda: _upstream(job),
-    ]
-    names = [
-        "cluster",
+    rows = [cluster := _row("cluster", lambda: _cluster(kube, gke))]
+    away = isinstance(cluster.cause, k8s.Unreachable | UserError)
+    for name, look in _of_cluster(job, profile, gke):
+        if away or isinstance(kube, JobError):
+            rows.append(Row(name, False, "not looked at, as there is no cluster that answers"))
+        else:
+            rows.append(_row(name, functools.partial(look, kube)))
+    rows.append(_row("image", lambda: _image(gke)))
+    rows.append(_row("run root", lambda: _run_root(job, gke)))
+    rows.append(_row("recipe", lambda: _recipe(job)))
+    rows.append(_row("stages before", lambda: _upstream(job)))
+    return rows
+
+
+def _of_cluster(
+    job: Job, profile: Profile, gke: GKE
+) -> Iterator[tuple[str, Callable[[Kube], str]]]:
+    """What the cluster is asked, by the row's name."""
+    yield (
         "JobSet",
-        "manifest",
-        "nodes",
-        "account",
-        "image",
-        "run root",
-        "recipe",
-        "stages before",
-    ]
+        lambda k: _controller(k, JOBSET_CONTROLLER, "jobset-controller-manager", "jobset"),
+    )
     if gke.queue:
-        rows[2:2] = [
-            lambda: _controller(kube, KUEUE_CONTROLLER, "kueue-controller-manager", "kueue"),
-            lambda: _queue(kube, gke),
-        ]
-        names[2:2] = ["Kueue", "queue"]
+        yield (
+            "Kueue",
+            lambda k: _controller(k, KUEUE_CONTROLLER, "kueue-controller-manager", "kueue"),
+        )
+        yield "queue", lambda k: _queue(k, gke)
+    yield "manifest", lambda k: _manifest(k, job, profile, gke)
+    yield "nodes", lambda k: _nodes(k, gke)
+    yield "account", lambda k: _account(k, gke)
     for name, ref in gke.secrets.items():
-        rows.append(functools.partial(_secret, kube, ref.secret, ref.key, ref.optional))
-        names.append(f"secret {name}")
-    return [_row(name, look) for name, look in zip(names, rows, strict=True)]
+        yield f"secret {name}", functools.partial(_secret, ref=ref)
 
 
 def table(rows: list[Row]) -> str:
@@ -109,7 +111,7 @@ def _row(name: str, look: Callable[[], str]) -> Row:
         return Row(name, True, look())
     except (Wrong, JobError, k8s.NotFound, k8s.Conflict, OSError) as e:
         text = f"not found: {e}" if isinstance(e, k8s.NotFound) else str(e)
-        return Row(name, False, text)
+        return Row(name, False, text, e)
 
 
 def version_of(text: str) -> tuple[int, int]:
@@ -120,7 +122,9 @@ def version_of(text: str) -> tuple[int, int]:
     return int(found[1]), int(found[2])
 
 
-def _cluster(kube: Kube, gke: GKE) -> str:
+def _cluster(kube: Kube | JobError, gke: GKE) -> str:
+    if isinstance(kube, JobError):
+        raise kube
     version = kube.version()
     oldest = OLDEST["tpu7x" if gke.hardware.name.startswith("tpu7x") else "kubernetes"]
     if version_of(version) < oldest:
@@ -167,7 +171,7 @@ def _queue(kube: Kube, gke: GKE) -> str:
 
 
 def _manifest(kube: Kube, job: Job, profile: Profile, gke: GKE) -> str:
-    manifest = render(for_pods(job, gke), profile)
+    manifest = render(as_pods_see(job, gke), profile)
     check(manifest, kube.get(k8s.CRDS, "jobsets.jobset.x-k8s.io"))
     try:
         kube.create(k8s.JOBSETS, manifest, dry_run=True)
@@ -192,16 +196,16 @@ def _account(kube: Kube, gke: GKE) -> str:
     return f"{gke.namespace}/{name}"
 
 
-def _secret(kube: Kube, name: str, key: str, optional: bool) -> str:
+def _secret(kube: Kube, ref: SecretRef) -> str:
     try:
-        found = kube.get(SECRETS, name)
+        found = kube.get(SECRETS, ref.secret)
     except k8s.NotFound:
-        if optional:
-            return f"{name} is not there; it is optional"
+        if ref.optional:
+            return f"{ref.secret} is not there; it is optional"
         raise
-    if key not in (found.get("data") or {}) and not optional:
-        raise Wrong(f"{name} has no key {key}")
-    return f"{name}, key {key}"
+    if ref.key not in (found.get("data") or {}) and not ref.optional:
+        raise Wrong(f"{ref.secret} has no key {ref.key}")
+    return f"{ref.secret}, key {ref.key}"
 
 
 def _image(gke: GKE) -> str:
@@ -216,28 +220,35 @@ def _image(gke: GKE) -> str:
 
 
 def _run_root(job: Job, gke: GKE) -> str:
-    for_pods(job, gke)
+    as_pods_see(job, gke)
     uri = storage.join(job.run_root, f"probe-{uuid.uuid4().hex[:8]}")
     try:
         storage.write_bytes(uri, b"probe")
-        if storage.read_bytes(uri) != b"probe":
-            raise Wrong(f"{uri} reads back differently")
-    except (Wrong, JobError):
+        read = storage.read_bytes(uri)
+        storage.delete(uri)
+    except JobError:
         raise
     except Exception as e:  # the storage client has errors of its own
         raise Wrong(f"{uri}: {type(e).__name__}: {e}") from None
-    finally:
-        storage.delete(uri)
+    if read != b"probe":
+        raise Wrong(f"{uri} reads back differently")
     return f"{job.run_root}: written, read, deleted"
 
 
 def _recipe(job: Job) -> str:
     recipe = recipes.load_recipe(job.recipe)
+    there = storage.join(job.run_root, "recipe.yaml")
+    if storage.exists(there) and recipes.digest(recipes.load_recipe(there)) != recipes.digest(
+        recipe
+    ):
+        raise Wrong(f"{job.run_root} holds a run of another recipe: choose another folder")
     return f"{recipe.name}, digest {recipes.digest(recipe)[:12]}"
 
 
 def _upstream(job: Job) -> str:
     before = UPSTREAM.get(job.folder.partition("/")[0], ())
+    if recipes.load_recipe(job.recipe).weights.hf is None:  # its own initialisation
+        before = tuple(stage for stage in before if stage != "convert_weights")
     missing = [stage for stage in before if read_result(job.run_root, stage) is None]
     if missing:
         raise Wrong(f"{', '.join(missing)} not finished under {job.run_root}")

@@ -51,7 +51,9 @@ class Profile(BaseModel):
     def gke_of(self, folder: str) -> GKE:
         """The gke section of a stage folder, validated as a whole."""
         if self.gke is None:
-            raise UserError(f"launch profile {self.name} has no gke section")
+            raise UserError(
+                f"launch profile {self.name!r} has no gke section: name one that has, with --profile or in {ENVIRONMENT}"
+            )
         changes = self.gke_stages.get(folder.partition("/")[0], {})
         return GKE.model_validate(self.gke.model_dump(exclude_unset=True) | changes)
 
@@ -71,6 +73,16 @@ def load_profile(path: str | None = None) -> Profile:
     except (OSError, yaml.YAMLError, TypeError) as e:
         raise UserError(f"launch profile {path} cannot be read: {e}") from None
     except ValidationError as e:
-        first = e.errors()[0]
-        field = ".".join(map(str, first["loc"]))
-        raise UserError(f"launch profile {path}: {field}: {first['msg']}") from None
+        raise UserError(f"launch profile {path}: {'; '.join(_faults(e))}") from None
+
+
+def _faults(error: ValidationError) -> list[str]:
+    """Every field and what is wrong with it; never its value, which might be a secret."""
+    faults = []
+    for e in error.errors():
+        field, text = ".".join(map(str, e["loc"])), e["msg"].removeprefix("Value error, ")
+        if e["type"] == "extra_forbidden":
+            faults.append(f"unknown key {field}")
+        else:
+            faults.append(f"{field}: {text}" if field else text)
+    return faults

@@ -19,10 +19,10 @@ def is_visible(path: str, gke: GKE, writable: bool = False) -> bool:
     )
 
 
-def for_pods(job: Job, gke: GKE) -> Job:
-    """The job as its pods run it: a recipe of this machine's disk goes through the run root.
+def as_pods_see(job: Job, gke: GKE) -> Job:
+    """The job as its pods run it: a recipe of this machine's disk is read from the run root.
 
-    Raises UserError where pods could not write the run root, or the run root holds another recipe.
+    Nothing is written. Raises UserError where pods could not write the run root, or the recipe is none.
     """
     if not is_visible(job.run_root, gke, writable=True):
         raise UserError(
@@ -31,13 +31,21 @@ def for_pods(job: Job, gke: GKE) -> Job:
         )
     if job.recipe in recipes.shipped_recipes() or is_visible(job.recipe, gke):
         return job
+    recipes.load_recipe(job.recipe)
+    return dataclasses.replace(job, recipe=storage.join(job.run_root, "recipe.yaml"))
+
+
+def for_pods(job: Job, gke: GKE) -> Job:
+    """The same, and the recipe is put there. Raises UserError where the run root holds another recipe."""
+    seen = as_pods_see(job, gke)
+    if seen.recipe == job.recipe:
+        return job
     recipe = recipes.load_recipe(job.recipe)
-    uri = storage.join(job.run_root, "recipe.yaml")
-    if not storage.create_exclusive(uri, recipes.dump_recipe(recipe).encode()):
-        there = recipes.load_recipe(uri)
+    if not storage.create_exclusive(seen.recipe, recipes.dump_recipe(recipe).encode()):
+        there = recipes.load_recipe(seen.recipe)
         if recipes.digest(there) != recipes.digest(recipe):
             raise UserError(
                 f"{job.run_root} holds a run of recipe {there.name!r} that differs from {recipe.name!r}: "
                 "choose another output folder, or go back to that recipe"
             )
-    return dataclasses.replace(job, recipe=uri)
+    return seen

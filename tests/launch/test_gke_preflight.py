@@ -1,17 +1,21 @@
 """The preflight table against a cluster that has everything, and against one that lacks one thing at a time."""
 
+import dataclasses
 import http.server
 import shutil
 import threading
 
 import crd_files
 import pytest
+import yaml
 from fake_kube.lab import Lab
 from typer.testing import CliRunner
 
+from olmo_core_jax import recipes
 from olmo_core_jax.launch import image, kube
 from olmo_core_jax.launch import preflight as pre
 from olmo_core_jax.launch.quota import quantity
+from olmo_core_jax.recipes import load_recipe
 
 pytest.importorskip("kubernetes")
 
@@ -205,11 +209,37 @@ def test_missing_image_and_unreadable_run_root(ready, tmp_path):
     )
 
 
-def test_an_unreachable_cluster_fails_every_row_that_needs_it_and_still_ends(ready):
+def test_an_unreachable_cluster_fails_every_row_that_needs_it_and_is_asked_once(ready):
     ready.api.down = True
     rows = look(ready)
     assert not rows["cluster"].passed and "no answer" in rows["cluster"].text
-    assert rows["image"].passed and rows["run root"].passed
+    assert {r.plural for r in ready.api.requests} == {"/version"}
+    failed = {r.what for r in rows.values() if not r.passed}
+    assert failed == set(rows) - {"image", "run root", "recipe", "stages before"}
+
+
+def test_a_run_root_that_cannot_be_used_is_a_row_and_not_a_crash(ready, monkeypatch):
+    def forbidden(*args):
+        raise ConnectionRefusedError("403 no storage.objects.create access")  # no error of ours
+
+    with monkeypatch.context() as patch:
+        patch.setattr(pre.storage, "write_bytes", forbidden)
+        patch.setattr(pre.storage, "delete", forbidden)
+        assert "403 no storage.objects.create" in look(ready)["run root"].text
+    pre.storage.write_text(
+        f"{ready.root}/recipe.yaml", recipes.dump_recipe(load_recipe("olmo3_7b"))
+    )
+    row = look(ready)["recipe"]
+    assert not row.passed and "another recipe" in row.text
+
+
+def test_a_recipe_without_published_weights_needs_no_conversion(ready, tmp_path):
+    own = load_recipe("laptop").model_dump() | {"weights": {"hf": None}, "name": "own"}
+    (tmp_path / "own.yaml").write_text(yaml.safe_dump(own))
+    shutil.rmtree(f"{ready.root}/convert_weights")
+    assert "convert_weights not finished" in look(ready)["stages before"].text
+    ready.job = dataclasses.replace(ready.job, recipe=str(tmp_path / "own.yaml"))
+    assert look(ready)["stages before"].passed
 
 
 @pytest.mark.parametrize(
@@ -237,8 +267,6 @@ def test_quantities():
 
 
 def test_the_command_ends_with_0_only_if_all_pass(ready, monkeypatch, tmp_path):
-    import yaml
-
     from olmo_core_jax.cli import app
 
     monkeypatch.setattr(kube, "connect", lambda context: ready.api.connect())

@@ -136,7 +136,7 @@ def test_profiles_are_read_from_the_environment_and_validated(tmp_path, monkeypa
     assert profile.name == "two" and profile.topology_of("stage1_train").host_devices == 2
     assert profile.topology_of("eval_landmarks/100").host_devices is None
     path.write_text("topology: {host_device: 2}\n")
-    with pytest.raises(errors.UserError, match=r"two\.yaml: topology\.host_device"):
+    with pytest.raises(errors.UserError, match=r"two\.yaml: unknown key topology\.host_device"):
         load_profile()
     monkeypatch.setenv("OLMO_LAUNCH", str(tmp_path / "absent.yaml"))
     with pytest.raises(errors.UserError, match=r"absent\.yaml cannot be read"):
