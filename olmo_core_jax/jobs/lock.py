@@ -7,6 +7,7 @@ object whose generation moves with every heartbeat: a lock whose generation stan
 import contextlib
 import fcntl
 import json
+import logging
 import os
 import socket
 import threading
@@ -16,6 +17,8 @@ from collections.abc import Iterator
 
 from olmo_core_jax import storage
 from olmo_core_jax.errors import LOCKED, Locked
+
+log = logging.getLogger("olmo")
 
 HEARTBEAT_SECONDS = 15.0
 PATIENCE_SECONDS = 60.0
@@ -52,11 +55,18 @@ def _hold_remote(folder: str, owner: dict) -> Iterator[None]:
     stop = threading.Event()
 
     def keep_alive(generation: int) -> None:
+        body = _body(owner)
         while not stop.wait(HEARTBEAT_SECONDS):
-            new = storage.write_if(uri, _body(owner), generation)
+            try:
+                new = storage.write_if(uri, body, generation)
+            except (
+                Exception
+            ) as e:  # a bucket that is away: the same body again, for it may have arrived
+                log.warning("lock %s: no heartbeat (%s: %s)", uri, type(e).__name__, e)
+                continue
             if new is None:
                 os._exit(LOCKED)  # somebody took over: two writers would be worse than a hard end
-            generation = new
+            generation, body = new, _body(owner)
 
     thread = threading.Thread(target=keep_alive, args=(beat,), daemon=True, name="lock")
     thread.start()

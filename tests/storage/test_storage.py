@@ -157,6 +157,32 @@ def test_a_dead_lock_in_a_bucket_is_taken_over(root, monkeypatch):
         assert json.loads(storage.read_text(storage.join(root, "lock.json")))["pid"] == os.getpid()
 
 
+def test_a_bucket_that_is_away_for_a_while_does_not_cost_the_lock(root, monkeypatch):
+    """Heartbeats that fail, one of them after it arrived, are made up for; nobody can take the lock over later."""
+    if not storage.is_remote(root):
+        pytest.skip("only a bucket's lock has heartbeats")
+    monkeypatch.setattr(lock, "HEARTBEAT_SECONDS", 0.05)
+    monkeypatch.setattr(lock, "PATIENCE_SECONDS", 1.0)
+    write, failures = storage.write_if, iter(["before", "after", "before"])
+
+    def unlucky(uri, data, generation):
+        when = next(failures, None) if generation else None
+        if when == "before":
+            raise ConnectionError("away")
+        done = write(uri, data, generation)
+        if when == "after":
+            raise TimeoutError("the answer was lost")
+        return done
+
+    monkeypatch.setattr(storage, "write_if", unlucky)
+    monkeypatch.setattr(lock.os, "_exit", lambda code: pytest.fail(f"left with {code}"))
+    with lock.hold(root):
+        time.sleep(0.6)
+        with pytest.raises(Locked), lock.hold(root):
+            pass
+    assert next(failures, None) is None
+
+
 def test_appends_add_up(root):
     uri = storage.join(root, "log.jsonl")
     if not storage.is_remote(uri):
