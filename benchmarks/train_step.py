@@ -1,20 +1,25 @@
-"""Speed of one update on this CPU, ours beside OLMo-core's, alternating in one run.
+"""Speed of one update on this CPU, ours beside OLMo-core's and MaxText's, alternating in one run.
 
-    python benchmarks/train_step.py [--olmo-core PYTHON] [--maxtext-seconds S] [--rounds 3]
+    python benchmarks/train_step.py [--olmo-core PYTHON] [--maxtext PYTHON] [--rounds 3]
 
 A small Olmo 3: 4 layers, width 256, MLP 688, 4 heads of 64, vocabulary 100278 (padded 100352), 4 instances of 512
 tokens, fp32. Each side runs in a process of its own, round after round; medians over all updates but the first. A
 matrix product of the machine stands beside them as a yardstick: what the arithmetic could reach at most.
-`--olmo-core` names a Python that has ai2-olmo-core (default: this one).
+`--olmo-core` names a Python that has ai2-olmo-core (default: this one), `--maxtext` one that has maxtext 0.2.5, which needs
+Python 3.12 and other versions of JAX than ours (left out by default).
 """
 
 import argparse
 import json
+import os
+import re
 import resource
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
+from pathlib import Path
 
 LAYERS, WIDTH, MLP, HEADS, HEAD = 4, 256, 688, 4, 64
 VOCAB, PADDED, SEQUENCE, BATCH = 100_278, 100_352, 512, 4
@@ -67,8 +72,6 @@ def ours() -> list[float]:
 
 def olmo_core() -> list[float]:
     """Seconds of each update of OLMo-core's train module: batch, backward, clip, skip-step AdamW."""
-    import tempfile
-
     import torch
     from olmo_core.config import DType
     from olmo_core.nn.attention import AttentionBackendName, SlidingWindowAttentionConfig
@@ -128,6 +131,39 @@ def olmo_core() -> list[float]:
     return seconds
 
 
+MAXTEXT = f"""model_name=olmo3-7b-pt override_model_config=True run_name=bench enable_checkpointing=False
+base_num_decoder_layers={LAYERS} base_emb_dim={WIDTH} base_mlp_dim={MLP} base_num_query_heads={HEADS}
+base_num_kv_heads={HEADS} head_dim={HEAD} vocab_size={VOCAB} max_target_length={SEQUENCE}
+per_device_batch_size={BATCH} hardware=cpu skip_jax_distributed_system=True dataset_type=synthetic
+dtype=float32 weight_dtype=float32 attention=dot_product z_loss_multiplier=1.0e-5 cast_logits_to_fp32=True
+logits_dot_in_fp32=True skip_step_on_spikes=True gradient_clipping_threshold=1.0
+adamw_mask=["token_embedder/embedding"] use_iota_embed=False log_config=False steps={UPDATES + 3}""".split()
+FROM_ITS_FOLDER = """import importlib.util, os, runpy, sys
+base = importlib.util.find_spec("maxtext").submodule_search_locations[0] + "/configs/base.yml"
+sys.argv = ["train", base, *sys.argv[1:]]
+runpy.run_module("maxtext.trainers.pre_train.train", run_name="__main__")"""
+
+
+def maxtext(python: str) -> dict:
+    """Its own trainer on synthetic tokens. Its first two lines give the time of a dispatch, not of an update."""
+    with tempfile.TemporaryDirectory() as folder:
+        env = os.environ | {"JAX_PLATFORMS": "cpu", "HF_HUB_OFFLINE": "1"}
+        call = [python, "-c", FROM_ITS_FOLDER, *MAXTEXT, f"base_output_directory={folder}"]
+        began = time.perf_counter()
+        log = Path(folder, "log")
+        with log.open("w") as out:
+            process = subprocess.Popen(call, stdout=out, stderr=out, cwd=folder, env=env)
+            _, status, usage = os.wait4(process.pid, 0)
+        text = log.read_text()
+    seconds = [float(s) for s in re.findall(r"completed step: \d+, seconds: ([\d.]+)", text)][2:]
+    if status or not seconds:
+        sys.exit(f"maxtext failed: {text.strip().splitlines()[-1]}")
+    first = (
+        time.perf_counter() - began - sum(seconds)
+    )  # imports included: its log does not tell them apart
+    return {"first": first, "rest": seconds, "rss_gb": usage.ru_maxrss / 1e6}
+
+
 def matrix_product() -> float:
     """FLOP/s of a plain fp32 product in the same JAX."""
     import jax
@@ -157,29 +193,42 @@ def one(side: str) -> None:
     print(json.dumps({"first": seconds[0], "rest": seconds[1:], "rss_gb": usage.ru_maxrss / 1e6}))
 
 
+def measure(side: str, python: str) -> dict:
+    """One round of one side, in a process of its own."""
+    if side == "maxtext":
+        return maxtext(python)
+    call = [python, __file__, "--one", side]
+    run = subprocess.run(call, capture_output=True, text=True, check=False)
+    if run.returncode:
+        sys.exit(f"{side} failed: {run.stderr.strip().splitlines()[-1]}")
+    return json.loads(run.stdout.splitlines()[-1])
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
     parser.add_argument("--olmo-core", default=sys.executable, help="Python that has ai2-olmo-core")
+    parser.add_argument("--maxtext", help="Python that has maxtext")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--one", choices=SIDES, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.one:
         one(args.one)
         return
-    pythons = {"ours": sys.executable, "olmo_core": args.olmo_core}
-    found: dict[str, list[dict]] = {side: [] for side in SIDES}
+    pythons = {"ours": sys.executable, "olmo_core": args.olmo_core, "maxtext": args.maxtext}
+    pythons = {side: python for side, python in pythons.items() if python}
+    found: dict[str, list[dict]] = {side: [] for side in pythons}
     for number in range(args.rounds):
         for side, python in pythons.items():
-            run = subprocess.run(
-                [python, __file__, "--one", side], capture_output=True, text=True, check=False
-            )
-            if run.returncode:
-                sys.exit(f"{side} failed: {run.stderr.strip().splitlines()[-1]}")
-            found[side].append(json.loads(run.stdout.splitlines()[-1]))
+            found[side].append(measure(side, python))
             rate = TOKENS / statistics.median(found[side][-1]["rest"])
             print(f"round {number + 1} {side:10s} {rate:7.0f} tokens/s", flush=True)
+    report(found)
+
+
+def report(found: dict[str, list[dict]]) -> None:
+    """A line a side, and how many times as fast as the others we are."""
     peak = matrix_product()
     # 2 FLOPs a weight and token, three times (forward, and twice that backward); attention is 2% here and left out
     weights = LAYERS * (4 * WIDTH * HEADS * HEAD + 3 * WIDTH * MLP) + PADDED * WIDTH
@@ -193,7 +242,8 @@ def main() -> None:
             f"{side:10s} {rates[side]:7.0f} tokens/s, {share:4.0%} of a matrix product's {peak / 1e9:.0f} GFLOP/s, "
             f"first update {first:.1f} s, peak memory {rss:.2f} GB"
         )
-    print(f"ratio      {rates['ours'] / rates['olmo_core']:.2f}")
+    for side in rates.keys() - {"ours"}:
+        print(f"ours / {side:10s} {rates['ours'] / rates[side]:.2f}")
 
 
 if __name__ == "__main__":
