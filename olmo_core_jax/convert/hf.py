@@ -3,7 +3,9 @@ ways, in pieces.
 """
 
 import shutil
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -19,7 +21,17 @@ from olmo_core_jax.convert.safetensors_io import (
     index_json,
     split_shards,
 )
-from olmo_core_jax.convert.tensors import Spec, check_nothing_left, lazy_tree, numpy_dtype
+from olmo_core_jax.convert.tensors import (
+    IN_FLIGHT,
+    Spec,
+    Where,
+    all_finite,
+    check_nothing_left,
+    lazy_tree,
+    numpy_dtype,
+    part_checksum,
+    rounded,
+)
 from olmo_core_jax.errors import UserError
 from olmo_core_jax.recipes.schema import Model, Tokenizer
 
@@ -219,8 +231,7 @@ def _write_tensors(step, table, section, target: Path, shards, specs, export: Ex
         n: writers[shard] for shard, group in shards.items() for n in group
     }
     try:
-        for leaf in table:
-            _write_leaf(step, leaf, section, lambda name: owner[name], specs, export)
+        _write_pieces(step, table, section, owner, specs, export)
         for writer in writers.values():
             writer.close()
     except BaseException as e:
@@ -231,25 +242,39 @@ def _write_tensors(step, table, section, target: Path, shards, specs, export: Ex
         raise
 
 
-def _write_leaf(
-    step: OrbaxStep, leaf: Leaf, section, owner: Callable[[str], SafetensorsWriter], specs, export
-) -> None:
-    for where, block in step.blocks((section, *leaf.path)):
-        if not np.isfinite(block).all():
+def _write_pieces(step: OrbaxStep, table: list[Leaf], section, owner, specs, export) -> None:
+    """Moves every piece of every array; the arrays' checksums are compared at the end."""
+
+    def move(job: tuple[Leaf, Where]) -> tuple[int, int]:
+        leaf, where = job
+        lazy = step.lazy((section, *leaf.path))
+        block = lazy.read(where)
+        if not all_finite(block):
             raise UserError(f"{step.where}: array {leaf.name} holds a value that is not finite")
-        cycles, rows = (where[0], where[1]) if leaf.stacked else (slice(0, 1), where[0])
-        for c, values in zip(
-            range(cycles.start, cycles.stop), block if leaf.stacked else [block], strict=True
-        ):
-            name = leaf.hf[c]
-            wanted = specs[name]
-            values = values[
-                : max(0, wanted.shape[0] - rows.start)
-            ]  # a release ends before the padding
-            cast = values.astype(wanted.dtype, copy=False)
-            if cast.dtype != values.dtype:
-                export.changed += int(np.count_nonzero(cast.astype(values.dtype) != values))
-            owner(name).write(name, rows.start, cast)
+        changed = _write_block(leaf, where, block, owner, specs)
+        return part_checksum(block, where, lazy.shape), changed
+
+    jobs = [(leaf, w) for leaf in table for w in step.lazy((section, *leaf.path)).pieces()]
+    sums: Counter[tuple[str, ...]] = Counter()
+    with ThreadPoolExecutor(IN_FLIGHT) as pool:
+        for (leaf, _), (total, changed) in zip(jobs, pool.map(move, jobs), strict=True):
+            sums[section, *leaf.path] += total
+            export.changed += changed
+    for path, total in sums.items():
+        step.require_checksum(path, total)
+
+
+def _write_block(leaf: Leaf, where: Where, block: np.ndarray, owner, specs) -> int:
+    """Writes one piece into the tensors that it belongs to; returns how many values changed."""
+    cycles, rows = (where[0], where[1]) if leaf.stacked else (slice(0, 1), where[0])
+    changed = 0
+    for name, values in zip(leaf.hf[cycles], block if leaf.stacked else [block], strict=True):
+        spec = specs[name]
+        values = values[: max(0, spec.shape[0] - rows.start)]  # a release ends before the padding
+        cast, altered = rounded(values, spec.dtype)
+        owner[name].write(name, rows.start, cast)
+        changed += altered
+    return changed
 
 
 def copy_tokenizer(source: str, target: Path) -> list[str]:

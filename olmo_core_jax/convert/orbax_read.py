@@ -3,7 +3,7 @@ way.
 """
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 
 import numpy as np
 import tensorstore as ts
@@ -11,7 +11,7 @@ from etils import epath
 
 from olmo_core_jax import storage
 from olmo_core_jax.convert.names import flatten, put
-from olmo_core_jax.convert.tensors import LazyArray, Spec, Where, part_checksum
+from olmo_core_jax.convert.tensors import LazyArray, Spec
 from olmo_core_jax.errors import UserError
 from olmo_core_jax.train import step_directory
 from olmo_core_jax.train.step_directory import first_line
@@ -73,16 +73,8 @@ class OrbaxStep:
         """A whole array, for the small ones."""
         return self._values(self.array(path), path)
 
-    def blocks(self, path: tuple[str, ...]) -> Iterator[tuple[Where, np.ndarray]]:
-        """An array in parts, (where, values). After the last one the checksum is compared.
-
-        Raises UserError where an array cannot be read, or is not what was saved.
-        """
-        lazy, total = self.lazy(path), 0
-        for where in lazy.pieces():
-            values = lazy.read(where)
-            total += part_checksum(values, where, lazy.shape)
-            yield where, values
+    def require_checksum(self, path: tuple[str, ...], total: int) -> None:
+        """Raises UserError unless the checksums of an array's parts add up to the saved one."""
         saved = self.checksum(path)
         if saved is not None and saved != total % 2**32:
             name = ".".join(path)

@@ -207,12 +207,25 @@ class Verdict:
         return "\n".join(lines)
 
 
+MODULES = {
+    "embed": "the embedding",
+    "attn": "attention: q, k, v, out, their norms, rotary embedding, window",
+    "attn_residual": "the norm after attention, or the sum",
+    "mlp": "the MLP: w1, w2, w3",
+    "out": "the norm after the MLP, or the sum",
+    "final_norm": "the last norm",
+    "logits": "the head",
+}
+"""What a part's output is made of, given that its input agrees."""
+
+
 def describe(gap: PartGap) -> str:
     """A departure in words: layer, module, position."""
     pieces = gap.part.split(".")
     where = f"layer {pieces[1]}, {pieces[2]}" if pieces[0] == "layers" else gap.part
     return (
-        f"first departs at {where} (relative {gap.relative:.3g}), from position {gap.position} on"
+        f"first departs at {where} ({MODULES[pieces[-1]]}; relative {gap.relative:.3g}), "
+        f"from position {gap.position} on"
     )
 
 

@@ -7,7 +7,7 @@ without the slow drift of two frameworks.
 """
 
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import jax
 import jax.numpy as jnp
@@ -28,27 +28,31 @@ from olmo_core_jax.train.step import StepMetrics, TrainState
 
 log = logging.getLogger("olmo")
 
+PARTS = ("params", *MOMENTS)
+
 
 @dataclass(frozen=True)
 class Limits:
     """What a replay may differ by. ce: absolute; the others relative.
 
-    tensor: 2-norm of the difference over the tensor's; value: the largest single difference over
-    the tensor's largest value. The second is looser, for Adam turns a gradient that is nothing but
-    rounding (below its epsilon) into a step of the size of the learning rate.
+    tensor: of weights, 2-norm of the difference over the tensor's; moment: the same of mu and nu;
+    value: of weights, the largest single difference over the tensor's largest value. The last is
+    looser, for Adam turns a gradient that is nothing but rounding (below its epsilon) into a step
+    of the size of the learning rate.
     """
 
     ce: float
     grad_norm: float
     learning_rate: float
     tensor: float
+    moment: float
     value: float
 
 
 LIMITS = {
-    "float32": Limits(ce=1e-5, grad_norm=1e-3, learning_rate=1e-12, tensor=1e-5, value=1e-4),
+    "float32": Limits(1e-5, 1e-3, 1e-12, tensor=1e-5, moment=1e-4, value=1e-4),
     # One rounding of bfloat16 is 2^-8: this is its noise, not a check of every convention.
-    "bfloat16": Limits(ce=5e-3, grad_norm=5e-2, learning_rate=1e-12, tensor=1e-2, value=1e-1),
+    "bfloat16": Limits(5e-3, 5e-2, 1e-12, tensor=1e-2, moment=1e-1, value=1e-1),
 }
 
 
@@ -174,9 +178,12 @@ def compare_update(
 
 
 @dataclass(frozen=True)
-class PartGap:
-    """The farthest tensor of a part of the state by 2-norm, and the farthest value of any."""
+class TensorGap:
+    """One tensor at the end of a window: 2-norm of the difference over the tensor's, and the
+    largest difference of a value over the largest value.
+    """
 
+    part: str
     tensor: str
     norm: float
     value: float
@@ -184,11 +191,17 @@ class PartGap:
 
 @dataclass(frozen=True)
 class StateGap:
-    """The end of a window against the reference's checkpoint; worst: by part."""
+    """The end of a window against the reference's checkpoint."""
 
     adam_count: int
     reference_adam_count: int
-    worst: dict[str, PartGap]
+    tensors: list[TensorGap]
+
+    def worst(self, part: str) -> TensorGap:
+        """The farthest tensor of a part by 2-norm, with the farthest value of any."""
+        of_part = [gap for gap in self.tensors if gap.part == part]
+        farthest = max(of_part, key=lambda gap: np.nan_to_num(gap.norm, nan=np.inf))
+        return replace(farthest, value=float(np.max([gap.value for gap in of_part])))
 
 
 def compare_state(
@@ -198,19 +211,15 @@ def compare_state(
     at = state_shardings(mesh, native.cfg)
     ours = {"params": state.params, "mu": state.opt.mu, "nu": state.opt.nu}
     places = {"params": at.params, "mu": at.opt.mu, "nu": at.opt.nu}
-    worst = {}
+    gaps = []
     for part, tree in ours.items():
         dtype = precision.params if part == "params" else precision.moments
         theirs = native.params(dtype) if part == "params" else native.moments(part, dtype)
         shardings, mine = dict(flatten(places[part])), dict(flatten(tree))
-        gaps = {
-            ".".join(path): np.asarray(_relative_gaps(mine[path], _array(lazy, shardings[path])))
-            for path, lazy in flatten(theirs)
-        }
-        norms, values = ({name: float(gap[k]) for name, gap in gaps.items()} for k in (0, 1))
-        name = max(norms, key=lambda key: np.nan_to_num(norms[key], nan=np.inf))
-        worst[part] = PartGap(name, norms[name], float(np.max(list(values.values()))))
-    return StateGap(int(state.opt.count), native.adam_step or 0, worst)
+        for path, lazy in flatten(theirs):
+            found = np.asarray(_relative_gaps(mine[path], _array(lazy, shardings[path])))
+            gaps.append(TensorGap(part, ".".join(path), *map(float, found)))
+    return StateGap(int(state.opt.count), native.adam_step or 0, gaps)
 
 
 @jax.jit
@@ -251,7 +260,8 @@ class Replayed:
         if self.end is not None:
             found["Adam count"] = self.end.adam_count
             found["Adam count (reference)"] = self.end.reference_adam_count
-            for part, gap in self.end.worst.items():
+            for part in PARTS:
+                gap = self.end.worst(part)
                 found[f"{part} at the end, relative difference"] = gap.norm
                 found[f"{part} at the end, largest value's relative difference"] = gap.value
         return found | {"passed": float(not self.failures())}
@@ -275,13 +285,15 @@ class Replayed:
             found.append(
                 f"Adam count {self.end.adam_count}, the reference's {self.end.reference_adam_count}"
             )
-        gap = self.end.worst["params"]
-        if not gap.norm <= limits.tensor:
+        for part in PARTS:
+            gap, limit = self.end.worst(part), limits.moment if part in MOMENTS else limits.tensor
+            if not gap.norm <= limit:
+                found.append(
+                    f"{part} at the end: {gap.tensor} differs by {gap.norm:.3g}, limit {limit:.3g}"
+                )
+        value = self.end.worst("params").value
+        if not value <= limits.value:
             found.append(
-                f"weights at the end: {gap.tensor} differs by {gap.norm:.3g}, limit {limits.tensor:.3g}"
-            )
-        if not gap.value <= limits.value:
-            found.append(
-                f"weights at the end: a value differs by {gap.value:.3g}, limit {limits.value:.3g}"
+                f"params at the end: a value differs by {value:.3g}, limit {limits.value:.3g}"
             )
         return found

@@ -17,8 +17,12 @@ from olmo_core_jax.convert.names import Leaf, put
 from olmo_core_jax.errors import UserError
 from olmo_core_jax.train.checksums import array_checksum
 
-PIECE_BYTES = 64 * 2**20
-"""Most bytes of one piece: a chunk on disk, and what is in memory at once, times a few."""
+PIECE_BYTES = 8 * 2**20
+"""Most bytes of one piece, and of a chunk on disk. Larger ones cost up to four times the processor
+time: they leave its cache, and every buffer of that size is fresh memory from the system."""
+
+IN_FLIGHT = 4
+"""Pieces that are moved at once: some are read or written while others are computed with."""
 
 LOSSLESS = {
     "float32": ("float32", "bfloat16", "float16"),
@@ -112,6 +116,25 @@ class LazyArray:
         return out if dtype is None else out.astype(dtype)
 
 
+def all_finite(values: np.ndarray) -> bool:
+    """Is there neither NaN nor infinity? Of bfloat16 by its bits: numpy is slow with that type."""
+    if values.dtype == ml_dtypes.bfloat16:
+        return int(np.max(values.view(np.uint16) & 0x7FFF, initial=0)) < 0x7F80
+    return bool(np.isfinite(values).all())
+
+
+def rounded(values: np.ndarray, dtype: np.dtype) -> tuple[np.ndarray, int]:
+    """Values in another dtype, and how many of them that changed."""
+    if values.dtype == dtype:
+        return values, 0
+    if (values.dtype, dtype) == (np.float32, ml_dtypes.bfloat16):
+        # A bfloat16 is the upper half of a float32: what changes has something in the lower one.
+        lower = np.ascontiguousarray(values).view(np.uint32).astype(np.uint16)
+        return values.astype(dtype), int(np.count_nonzero(lower))
+    cast = values.astype(dtype)
+    return cast, int(np.count_nonzero(cast.astype(values.dtype) != values))
+
+
 def part_checksum(values: np.ndarray, where: Where, shape: tuple[int, ...]) -> int:
     """What a part adds to the checksum of its array (train/checksums.py), modulo 2^32."""
     if len(where) < 2:
@@ -188,9 +211,8 @@ def _reader(source: Source, leaf: Leaf, names: tuple[str, ...], target: np.dtype
 
     def rows_of(name: str, start: int, stop: int) -> np.ndarray:
         rows = source.read(name, min(start, present[name]), min(stop, present[name]))
-        finite = np.isfinite(rows)
-        if not finite.all():
-            row = start + int(np.argwhere(~finite)[0][0])
+        if not all_finite(rows):
+            row = start + int(np.argwhere(~np.isfinite(rows))[0][0])
             raise UserError(
                 f"{source.where}: tensor {name} holds a value that is not finite, in row {row}"
             )

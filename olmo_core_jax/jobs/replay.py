@@ -87,15 +87,18 @@ def work(context: Context) -> Outcome:
     )
     if jax.process_index() == 0:
         storage.write_bytes(context.path("updates.csv"), _csv(gaps))
+        if done.end:
+            storage.write_bytes(context.path("tensors.csv"), _csv(done.end.tensors))
     for failure in done.failures():
         log.warning("%s", failure)
     verdict = "the same run" if not done.failures() else "; ".join(done.failures()[:5])
     log.info("window %s: %s", window, verdict)
-    worst = done.end.worst if done.end else {}
-    notes = {f"farthest of {part}": gap.tensor for part, gap in worst.items()}
+    parts = replay.PARTS if done.end else ()
+    notes = {f"farthest of {part}": done.end.worst(part).tensor for part in parts}
     outputs = {"updates": context.path("updates.csv"), "start": start.path}
     return Outcome(
-        outputs=outputs | ({"end": end.path} if end else {}),
+        outputs=outputs
+        | ({"end": end.path, "tensors": context.path("tensors.csv")} if end else {}),
         figures=done.figures(),
         notes={"verdict": verdict, **notes},
     )

@@ -21,6 +21,7 @@ from olmo_core_jax.results import read_result
 from olmo_core_jax.train.checkpoint import CheckpointStore
 
 LAPTOP = load_recipe("laptop")
+COMMAND = [sys.executable, "-m", "olmo_core_jax.jobs.convert_weights", "--recipe=laptop"]
 
 
 def recipe_with(tmp_path: Path, **weights) -> str:
@@ -112,10 +113,7 @@ def test_no_weights_at_all(tmp_path):
 def test_killed_and_started_again(tmp_path):
     """SIGKILL while the arrays are written: nothing passes for whole, the next run finishes."""
     folder = tmp_path / "convert_weights" / "checkpoints"
-    command = [sys.executable, "-m", "olmo_core_jax.jobs.convert_weights"]
-    child = subprocess.Popen(
-        [*command, "--recipe=laptop", f"--run-root={tmp_path}"], stdout=subprocess.DEVNULL
-    )
+    child = subprocess.Popen([*COMMAND, f"--run-root={tmp_path}"], stdout=subprocess.DEVNULL)
     deadline = time.monotonic() + 120
     while not list(folder.glob("*tmp*/state*")) and time.monotonic() < deadline:
         time.sleep(0.002)
@@ -123,6 +121,22 @@ def test_killed_and_started_again(tmp_path):
     child.wait()
     assert list(folder.glob("*tmp*")) and latest(tmp_path) is None
     assert read_result(str(tmp_path), "convert_weights") is None
+    assert run("laptop", tmp_path) == OK
+    assert latest(tmp_path) == 0
+
+
+def test_a_disk_that_takes_no_more(tmp_path):
+    """The system refuses writes in the middle of an array: one line, nothing half, and a way on."""
+    limited = ["sh", "-c", 'ulimit -f 300 && exec "$@"', "sh"]  # a file ends within the embedding
+    done = subprocess.run(
+        [*limited, *COMMAND, f"--run-root={tmp_path}"], capture_output=True, text=True
+    )
+    said = done.stdout + done.stderr
+    assert done.returncode == USER_ERROR, said
+    assert "checkpoints/0 cannot be written: File too large" in said
+    assert "Traceback" not in said
+    assert latest(tmp_path) is None
+    assert list((tmp_path / "convert_weights" / "checkpoints").rglob("*.ocdbt"))  # it had begun
     assert run("laptop", tmp_path) == OK
     assert latest(tmp_path) == 0
 

@@ -14,6 +14,7 @@ import pytest
 
 from olmo_core_jax.compare.curves import read_csv
 from olmo_core_jax.convert import replay
+from olmo_core_jax.convert.names import leaves
 from olmo_core_jax.convert.olmo_core import open_native
 from olmo_core_jax.data.loader import Loader
 from olmo_core_jax.data.stage_data import build_stage_data
@@ -131,7 +132,7 @@ def test_without_the_history_the_skip_is_missed(machine):
     _, gaps = take(machine, state._replace(opt=forgotten), WINDOW.updates)
     (skipped,) = [u.step for u in gaps if u.reference_skipped]
     assert [u.step for u in gaps if u.skipped] == []
-    end = replay.StateGap(1, 1, {"params": replay.PartGap("x", 0.0, 0.0)})
+    end = replay.StateGap(1, 1, [replay.TensorGap(part, "x", 0.0, 0.0) for part in replay.PARTS])
     failures = replay.Replayed(WINDOW, gaps, end, "float32").failures()
     assert f"update {skipped}: skipped there only" in failures
     assert any(f.startswith(f"update {skipped + 2}: CE differs by") for f in failures)
@@ -142,11 +143,13 @@ def test_a_tensor_that_differs_is_named(machine):
     state.params["cycles"]["layer_2"]["mlp"]["up"] *= 1.001
     native = open_native(NATIVE[FIRST], LAPTOP.model)
     gap = replay.compare_state(state, native, machine[0], LAPTOP.precision)
-    worst = gap.worst["params"]
+    worst = gap.worst("params")
     assert worst.tensor == "cycles.layer_2.mlp.up"
     assert worst.norm == pytest.approx(1e-3, rel=1e-3)
     assert worst.value == pytest.approx(1e-3, rel=1e-3)
-    assert gap.worst["mu"].norm == gap.worst["nu"].norm == 0
+    assert gap.worst("mu").norm == gap.worst("nu").norm == 0
+    changed = [(t.part, t.tensor) for t in gap.tensors if t.norm > 0]
+    assert changed == [("params", "cycles.layer_2.mlp.up")]
 
 
 def test_history_needs_the_log(machine):
@@ -220,6 +223,8 @@ def test_job_and_flow(tmp_path):
     assert result is not None and result.figures["passed"] == 1
     rows = (tmp_path / "replay" / WINDOW.name / "updates.csv").read_text().splitlines()
     assert len(rows) == 1 + WINDOW.updates
+    tensors = (tmp_path / "replay" / WINDOW.name / "tensors.csv").read_text().splitlines()
+    assert len(tensors) == 1 + 3 * len(leaves(LAPTOP.model))
     table = window_table({str(WINDOW): result.figures})
     assert "✓ pass" in table.markdown() and len(table.rows) == 1
 

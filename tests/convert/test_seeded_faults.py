@@ -103,6 +103,8 @@ def test_fault_in_the_weights(model, right, tmp_path, fault, part):
     verdict = parity.judge("ours", "transformers", "float32", ours(tensors, tmp_path), right)
     assert not verdict.ok
     assert verdict.departure is not None and verdict.departure.part == part, verdict.table()
+    said = "layer {}, {}".format(*part.split(".")[1:]) if "." in part else part
+    assert f"first departs at {said} (" in verdict.failures[0]
 
 
 def test_without_a_fault(model, right, tmp_path):
@@ -123,7 +125,7 @@ def test_window_off_by_one(model, right, tmp_path, window, position):
     )
     assert verdict.departure is not None
     assert (verdict.departure.part, verdict.departure.position) == ("layers.0.attn", position)
-    assert "layer 0, attn (relative" in verdict.failures[0]
+    assert "layer 0, attn (attention" in verdict.failures[0]
 
 
 def test_qk_norm_per_head(model, right):
