@@ -42,7 +42,10 @@ class Distributed(Strict):
     coordinator: str | None = None
     num_processes: int | None = None
     process_id: int | None = None
-    wait_seconds: int = 300
+    wait_seconds: int = Field(default=300, gt=0, description="for the others, when it starts")
+    heartbeat_seconds: int = Field(
+        default=100, gt=0, description="a process that is silent for so long is taken for dead"
+    )
 
 
 class Topology(Strict):
@@ -61,6 +64,11 @@ class Topology(Strict):
     )
     per_device_batch: int | None = Field(
         default=None, gt=0, description="instances a device and micro-batch"
+    )
+    max_per_device_batch: int | None = Field(
+        default=None,
+        gt=0,
+        description="most instances that a device has memory for at once; read where neither of the two above is set",
     )
     loss_chunks: int = Field(default=1, gt=0)
     data_workers: int = Field(default=0, ge=0)

@@ -30,6 +30,9 @@ SIGTERM_EXIT = 143
 """A process that SIGTERM met before its handler stood: a preemption too."""
 
 COORDINATOR_PORT = 8482
+PATIENCE: dict[str, Any] = {"wait_seconds": 900, "heartbeat_seconds": 300}
+"""Of processes for each other: images are pulled and nodes repaired at different speeds; a profile may say otherwise."""
+
 DISTRIBUTED = ("train", "evaluate", "replay")
 """Modules whose processes work as one job; several of any other would write over each other."""
 
@@ -101,7 +104,7 @@ def launch_digest(job: Job, profile: Profile) -> str:
 
 def pod_topology(topology: Topology, gke: GKE, name: str) -> Topology:
     """The topology as the pods get it: the shape's defaults under the profile's choices, the platform from the shape,
-    and the coordinator's name where GKE does not inject it."""
+    more patience, and the coordinator's name where GKE does not inject it."""
     platform = gke.hardware.platform
     if topology.platform not in (None, "cpu", platform):
         raise UserError(
@@ -111,15 +114,15 @@ def pod_topology(topology: Topology, gke: GKE, name: str) -> Topology:
     base = Topology() if on_cpu else default_topology(gke.shape)
     changes: dict[str, Any] = {k: getattr(topology, k) for k in topology.model_fields_set}
     changes["platform"] = "cpu" if on_cpu else platform
-    if platform != "tpu" and gke.processes > 1 and topology.distributed.mode == "auto":
-        coordinator = f"{name}-{names.JOB}-0-0.{name}:{COORDINATOR_PORT}"
-        changes["distributed"] = topology.distributed.model_copy(
-            update={
-                "mode": "explicit",
-                "coordinator": coordinator,
-                "num_processes": gke.processes,
-            }
-        )
+    if gke.processes > 1:
+        start = {
+            k: v for k, v in PATIENCE.items() if k not in topology.distributed.model_fields_set
+        }
+        if platform != "tpu" and topology.distributed.mode == "auto":
+            start["mode"] = "explicit"
+            start["coordinator"] = f"{name}-{names.JOB}-0-0.{name}:{COORDINATOR_PORT}"
+            start["num_processes"] = gke.processes
+        changes["distributed"] = topology.distributed.model_copy(update=start)
     return base.model_copy(update=changes)
 
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 
 import jax
 
-from olmo_core_jax.errors import UserError
+from olmo_core_jax.errors import JobError, UserError
 from olmo_core_jax.topology import Distributed, Topology, process_id
 
 log = logging.getLogger(__name__)
@@ -17,7 +17,8 @@ log = logging.getLogger(__name__)
 def initialize(topology: Topology) -> None:
     """Joins the other processes where there are any, before anything touches jax.devices().
 
-    Raises UserError where no coordinator answers within topology.distributed.wait_seconds.
+    Raises JobError, which names it, where no coordinator answers within topology.distributed.wait_seconds: a host that
+    is repaired, or an image that is slow to come, is no mistake of the user's, and another start may help.
     """
     arguments = cluster_arguments(topology)
     if arguments is None:
@@ -28,10 +29,14 @@ def initialize(topology: Topology) -> None:
     if "coordinator_address" in arguments:
         _await_name(arguments["coordinator_address"], wait)
     try:
-        jax.distributed.initialize(**arguments, initialization_timeout=wait)
+        jax.distributed.initialize(
+            **arguments,
+            initialization_timeout=wait,
+            heartbeat_timeout_seconds=topology.distributed.heartbeat_seconds,
+        )
     except RuntimeError as e:
         where = arguments.get("coordinator_address", "the coordinator that the environment names")
-        raise UserError(f"no contact with {where} within {wait} s: {e}") from None
+        raise JobError(f"no contact with {where} within {wait} s: {e}") from None
     if jax.process_index() != process_id(topology):  # it decides who writes: two writers never
         raise UserError(
             f"this process took itself for number {process_id(topology)}, but the cluster counts "
@@ -91,5 +96,5 @@ def _await_name(address: str, seconds: float) -> None:
             return
         except socket.gaierror as e:
             if time.monotonic() > deadline:
-                raise UserError(f"host {host} cannot be resolved after {seconds} s: {e}") from None
+                raise JobError(f"host {host} cannot be resolved after {seconds} s: {e}") from None
             time.sleep(1)

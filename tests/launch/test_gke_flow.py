@@ -218,12 +218,12 @@ def test_flow_on_jobsets_with_a_bucket_killed_and_resumed(bucket, recipe, tmp_pa
             time.sleep(0.5)
             return storage.exists(metrics)
 
-        lab.until(training, 600)
+        lab.until(training, 1200)
         os.killpg(first.pid, signal.SIGKILL)
         first.wait()
         assert lab.cluster.running_pods()  # the job does not notice
         second = flow("resume")
-        assert second.wait(1200) == 0, (tmp_path / "resume.txt").read_text()[-3000:]
+        assert second.wait(2400) == 0, (tmp_path / "resume.txt").read_text()[-3000:]
         stages = [
             "convert_weights",
             "build_index",

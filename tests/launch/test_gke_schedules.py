@@ -129,7 +129,7 @@ def play(seed: int, tmp_path) -> None:
         for _ in range(dice.randint(3, 9)):
             time.sleep(dice.uniform(0.0, 0.2))
             happen(lab, dice, counts)
-        person.join(60)
+        person.join(300)
         assert person.error is None, repr(person.error)
         assert person.result is not None, f"unfinished after {counts}: {lab.said[-5:]}"
         check(lab, person, counts)

@@ -83,21 +83,37 @@ def undisturbed(prepared, tmp_path_factory):
     """Losses and batches of two hosts that nobody disturbed."""
     tmp_path = tmp_path_factory.mktemp("undisturbed")
     with trainer_lab(tmp_path, prepared[0]) as lab:
-        lab.start().finish(400)
+        lab.start().finish(1200)
         assert len(lab.leaders()) == 1
         return losses(lab.root), batches(lab.root)
 
 
 def at_step(lab: Lab, step: int) -> None:
     path = Path(lab.root, "stage1_train", "metrics", "metrics.jsonl")
-    lab.until(lambda: path.exists() and f'"step": {step},' in path.read_text(), 300)
+    lab.until(lambda: path.exists() and f'"step": {step},' in path.read_text(), 900)
 
 
-def test_local_and_two_hosts_agree(prepared, undisturbed, tmp_path):
-    with trainer_lab(tmp_path, prepared[0]) as lab:
+@pytest.fixture(scope="module")
+def local(prepared, tmp_path_factory):
+    """The same of a run without any cluster."""
+    with trainer_lab(tmp_path_factory.mktemp("local"), prepared[0]) as lab:
         jobs.run(lab.job, Profile())
-        assert batches(lab.root) == undisturbed[1]
-        assert losses(lab.root) == pytest.approx(undisturbed[0], abs=1e-5)
+        return losses(lab.root), batches(lab.root)
+
+
+def test_one_host_gives_the_local_runs_bits(prepared, local, tmp_path):
+    with trainer_lab(tmp_path, prepared[0], hosts=1) as lab:
+        controller = lab.start()
+        at_step(lab, 8)
+        lab.cluster.disrupt(lab.running(hosts=1)[0], grace=60)
+        controller.finish(1200)
+        assert (losses(lab.root), batches(lab.root)) == local
+        assert [p.poll() for p in lab.leaders()] == [42, 0]
+
+
+def test_two_hosts_agree_with_the_local_run(undisturbed, local):
+    assert undisturbed[1] == local[1]
+    assert undisturbed[0] == pytest.approx(local[0], abs=1e-5)
 
 
 def test_preempted_suspended_crashed_and_still_the_same_bits(prepared, undisturbed, tmp_path):
@@ -105,15 +121,15 @@ def test_preempted_suspended_crashed_and_still_the_same_bits(prepared, undisturb
         controller = lab.start()
         at_step(lab, 3)
         lab.cluster.disrupt(lab.running()[1], grace=60)
-        lab.until(lambda: len(lab.leaders()) == 2, 120)
+        lab.until(lambda: len(lab.leaders()) == 2, 300)
         at_step(lab, 8)
         lab.cluster.held = True
         lab.cluster.evict()
-        lab.until(lambda: not lab.cluster.running_pods(), 120)
+        lab.until(lambda: not lab.cluster.running_pods(), 300)
         lab.cluster.held = False
         at_step(lab, 14)
         lab.cluster.crash(lab.running()[0])
-        controller.finish(400)
+        controller.finish(1200)
         assert losses(lab.root) == undisturbed[0]
         assert batches(lab.root) == undisturbed[1]
         codes = [p.poll() for p in lab.leaders()]
@@ -121,22 +137,33 @@ def test_preempted_suspended_crashed_and_still_the_same_bits(prepared, undisturb
         assert lab.cluster.jobset()["status"]["restartsCountTowardsMax"] == 1
 
 
-def test_another_shape_goes_on_within_rounding(prepared, undisturbed, tmp_path):
+def test_preempted_suspended_admitted_on_another_shape_and_restarted(prepared, local, tmp_path):
+    """From two hosts to one while Kueue holds it back; the local run's results within rounding."""
     with trainer_lab(tmp_path, prepared[0]) as lab:
         first = lab.start()
+        at_step(lab, 3)
+        lab.cluster.disrupt(lab.running()[1], grace=60)
+        lab.until(lambda: len(lab.leaders()) == 2, 300)
         at_step(lab, 7)
+        lab.cluster.held = True
+        lab.cluster.evict()
+        lab.until(lambda: not lab.cluster.running_pods(), 300)
         lab.kill.set()
         first.join(60)
         lab.kill.clear()
         moved = lab.profile.gke.model_copy(update={"hosts": 1})
-        lab.start(lab.launcher(lab.profile.model_copy(update={"gke": moved}))).finish(400)
-        assert batches(lab.root) == undisturbed[1]
-        assert losses(lab.root) == pytest.approx(undisturbed[0], abs=1e-5)
-        shapes = [
-            json.loads(p.read_text())["hosts"]
-            for p in sorted(Path(lab.root, "stage1_train", "launches").iterdir())
-        ]
-        assert sorted(shapes) == [1, 2]
+        second = lab.start(lab.launcher(lab.profile.model_copy(update={"gke": moved})))
+        lab.until(lambda: any("in the queue" in text for text in lab.said), 60)
+        assert not lab.cluster.running_pods()
+        lab.cluster.held = False
+        at_step(lab, 15)
+        lab.cluster.crash(lab.running(hosts=1)[0])
+        second.finish(1200)
+        assert batches(lab.root) == local[1]
+        assert losses(lab.root) == pytest.approx(local[0], abs=1e-5)
+        assert [p.poll() for p in lab.leaders()] == [42, 42, 137, 0]
+        launches = Path(lab.root, "stage1_train", "launches").iterdir()
+        assert sorted(json.loads(p.read_text())["hosts"] for p in launches) == [1, 2]
 
 
 @pytest.mark.parametrize("seed", range(10))
@@ -166,9 +193,9 @@ def test_random_histories(prepared, undisturbed, tmp_path, seed):
                     lab.cluster.jobset()["status"].get("terminalState")
                     or len(lab.cluster.running_pods()) == 2
                 ),
-                120,
+                300,
             )
-        controller.finish(400)
+        controller.finish(1200)
         assert losses(lab.root) == undisturbed[0]
         assert batches(lab.root) == undisturbed[1]
         leaders = lab.leaders()

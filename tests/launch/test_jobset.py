@@ -219,6 +219,23 @@ def test_cpu_and_gpu_hosts_are_told_their_coordinator():
     assert "coordinator" not in tpu and '"platform":"tpu"' in tpu and '"attention":"splash"' in tpu
 
 
+def test_processes_wait_longer_for_each_other_in_a_cluster():
+    def topology_of(profile: Profile) -> Topology:
+        command = pod_of(render(JOB, profile))["containers"][0]["command"]
+        (text,) = [a.partition("=")[2] for a in command if a.startswith("--topology=")]
+        return Topology.model_validate_json(text)
+
+    usual = topology_of(gke()).distributed
+    assert (usual.mode, usual.wait_seconds, usual.heartbeat_seconds) == ("auto", 900, 300)
+    own = gke().model_copy(
+        update={"topology": Topology.model_validate({"distributed": {"wait_seconds": 60}})}
+    )
+    chosen = topology_of(own).distributed
+    assert (chosen.wait_seconds, chosen.heartbeat_seconds) == (60, 300)
+    alone = topology_of(gke(shape="v5p-2x2x1")).distributed
+    assert alone == Topology().distributed
+
+
 @pytest.mark.parametrize("maker", [jobs.convert_weights, jobs.build_index, jobs.warm_adam])
 def test_a_stage_of_one_process_is_not_given_several(maker):
     job = maker("olmo3_7b", RUN)

@@ -2,7 +2,7 @@ import time
 
 import pytest
 
-from olmo_core_jax.errors import UserError
+from olmo_core_jax.errors import CRASH, JobError, UserError
 from olmo_core_jax.topology import Distributed, Topology
 from olmo_core_jax.train import distributed
 
@@ -50,8 +50,9 @@ def test_explicit_without_an_address_is_refused():
 
 def test_a_name_that_never_resolves_is_named_in_time():
     began = time.monotonic()
-    with pytest.raises(UserError, match=r"host no-such-host\.invalid cannot be resolved"):
+    with pytest.raises(JobError, match=r"host no-such-host\.invalid cannot be resolved") as error:
         distributed._await_name("no-such-host.invalid:1234", 1)
+    assert error.value.exit_code == CRASH  # counted, and started again
     assert time.monotonic() - began < 20
 
 

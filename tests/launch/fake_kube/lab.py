@@ -126,7 +126,7 @@ class Lab:
     def start(self, launcher: Launcher | None = None) -> "Controller":
         return Controller(launcher or self.launcher())
 
-    def until(self, what, seconds: float = 20.0):
+    def until(self, what, seconds: float = 120.0):
         """Waits for a condition; its value. Fails with the state of the cluster."""
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline:
@@ -168,7 +168,7 @@ class Controller(threading.Thread):
         except BaseException as e:
             self.error = e
 
-    def finish(self, seconds: float = 30.0):
+    def finish(self, seconds: float = 120.0):
         """The stage's result, or the controller's exception raised here."""
         self.join(seconds)
         assert not self.is_alive(), "the controller is still at work"
