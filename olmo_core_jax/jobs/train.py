@@ -68,7 +68,7 @@ def _trainer(context: Context, open_things: contextlib.ExitStack):
     from olmo_core_jax.data.preflight import preflight
     from olmo_core_jax.data.stage_data import open_stage_data
     from olmo_core_jax.optim.schedules import check_schedule
-    from olmo_core_jax.train import interruption, loop, mesh, metrics, resume, step
+    from olmo_core_jax.train import interruption, loop, mesh, metrics, resume, run_log, step
 
     recipe, stage, topology = context.recipe, context.args.stage, context.topology
     section = recipe.stage(stage)
@@ -109,9 +109,9 @@ def _trainer(context: Context, open_things: contextlib.ExitStack):
         skipped=start.skipped,
     )
     if jax.process_index() == 0 and first_step <= section.last_step:  # the one writer
-        writer = metrics.MetricsWriter(context.path("metrics"), first_step)
-        trainer.metrics = open_things.enter_context(closing(writer))
-        trainer.instances = lines = metrics.LineLog(context.path("instances.jsonl"))
+        trainer.metrics = writer = run_log.MetricsWriter(context.path("metrics"), first_step)
+        trainer.instances = lines = run_log.LineLog(context.path("instances.jsonl"))
+        open_things.callback(writer.flush)
         open_things.callback(lines.flush)
         writer.attempt = lines.attempt = max(writer.attempt, lines.attempt)
         trainer.interruption = interruption.of_attempt(context.args.interrupt, writer.attempt)

@@ -27,7 +27,7 @@ _LABELS = re.compile(r"dim_labels=(\w+)_(\w+)->(\w+)")
 
 @dataclass
 class Counts:
-    """matrix_flops: of dot and convolution, a multiply-add as two; collective_bytes: results of each kind.
+    """matrix_flops: of dot and convolution, a multiply-add as two; collective_bytes: received, by kind.
 
     unknown_loops: loops whose trip count cannot be read off; they count once. kernels: custom calls by target.
     """
@@ -77,8 +77,8 @@ def _add(computations: dict[str, _Computation], name: str, times: int, counts: C
         if kind in ("dot", "convolution"):
             counts.matrix_flops += times * _matrix_flops(kind, shape, rest, here.shapes)
         elif base in COLLECTIVES:
-            size = cast(Any, _result_bytes(shape, kind))  # typeshed's Counter holds ints only
-            counts.collective_bytes[base] += times * size
+            size = _moved(base, kind, shape, rest, here.shapes)
+            counts.collective_bytes[base] += times * cast(Any, size)  # typeshed: ints only
         elif kind == "custom-call":
             target = re.search(r'custom_call_target="([^"]+)"', rest)
             counts.kernels[target[1] if target else "unknown"] += times
@@ -87,7 +87,8 @@ def _add(computations: dict[str, _Computation], name: str, times: int, counts: C
             trips = _trip_count(computations, rest)
             counts.unknown_loops += trips is None
             inner = times * (trips or 1)
-        if kind in ("while", "fusion", "call", "async-start", "conditional"):
+        if kind in ("while", "fusion", "call", "async-start", "conditional", "custom-call"):
+            # The last: collectives that a SparseCore carries out lie in a custom call's computation.
             for called in _CALLS.findall(rest):
                 if called in computations:
                     _add(computations, called, inner, counts)
@@ -123,17 +124,31 @@ def _product(numbers) -> int:
     return result
 
 
-def _result_bytes(shape: str, kind: str) -> float:
-    """Bytes of a collective's result; an asynchronous start returns (operands..., results...), the last is the result."""
-    parts = [
+def _moved(base: str, kind: str, shape: str, rest: str, shapes: dict[str, str]) -> float:
+    """Bytes that a device of a large ring receives: a result, for a sum twice over, for a scattered sum its operand.
+
+    An asynchronous start returns (operands..., results...): the largest is taken.
+    """
+    if base == "reduce-scatter":
+        shape = " ".join(shapes.get(name, "") for name in _operands(rest))
+    parts = _sizes(shape)
+    size = max(parts, default=0.0) if kind.endswith("-start") else sum(parts)
+    return 2 * size if base == "all-reduce" else size
+
+
+def _sizes(shape: str) -> list[float]:
+    return [
         BITS.get(dtype, 0) / 8 * _product(int(d) for d in dims.split(",") if d)
         for dtype, dims in _SHAPE.findall(shape)
     ]
-    return max(parts, default=0.0) if kind.endswith("-start") else sum(parts)
+
+
+def _operands(rest: str) -> list[str]:
+    return re.findall(r"%?([A-Za-z_][\w.-]*)(?=[,)]|$)", rest.partition("),")[0])
 
 
 def _matrix_flops(kind: str, shape: str, rest: str, shapes: dict[str, str]) -> float:
-    operands = re.findall(r"%?([A-Za-z_][\w.-]*)(?=[,)]|$)", rest.partition("),")[0])
+    operands = _operands(rest)
     inline = _SHAPE.findall(rest.partition("),")[0])
     out = _product(_dims(shape))
 

@@ -26,8 +26,9 @@ from olmo_core_jax.train.checkpoint import CheckpointStore
 from olmo_core_jax.train.delivered import Delivered
 from olmo_core_jax.train.interruption import Interruption
 from olmo_core_jax.train.mesh import global_batch
-from olmo_core_jax.train.metrics import LineLog, Meter, MetricsWriter, Update
+from olmo_core_jax.train.metrics import Meter, Update
 from olmo_core_jax.train.resume import state_tree
+from olmo_core_jax.train.run_log import LineLog, MetricsWriter
 from olmo_core_jax.train.step import StepMetrics, TrainState
 from olmo_core_jax.train.stopping import StopVote
 

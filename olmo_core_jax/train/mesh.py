@@ -182,8 +182,13 @@ def plan_batch(stage: Stage, topology: topologies.Topology, mesh: Mesh) -> Batch
             f"topology: accumulation {asked_micro} x per_device_batch {asked_size} is not the "
             f"{rows} instances that each of {ways} devices takes in an update: leave one out"
         )
-    micro = asked_micro or (rows // asked_size if asked_size else 1)
+    micro = asked_micro or rows // (asked_size or _largest(rows, topology.max_per_device_batch))
     return BatchPlan(total, ways, micro, rows // micro)
+
+
+def _largest(rows: int, limit: int | None) -> int:
+    """The largest divisor of `rows` that is not above the limit."""
+    return max(d for d in range(1, rows + 1) if rows % d == 0 and d <= (limit or rows))
 
 
 def _nearest(total: int, wanted: int) -> list[int]:

@@ -1,105 +1,14 @@
-"""What an update reports, by OLMo-core's names: to metrics.jsonl, TensorBoard and the log.
+"""What an update reports, by OLMo-core's names."""
 
-One line an update and attempt; nothing is ever rewritten. After a kill the updates since the last
-checkpoint are made, and logged, again with the next attempt number.
-"""
-
-import json
-import logging
 import math
-import time
 from dataclasses import dataclass, field
-from typing import Any, cast
 
-from olmo_core_jax import storage
 from olmo_core_jax.chips import peak_flops
 from olmo_core_jax.recipes.schema import Model, Stage
 from olmo_core_jax.train.flops import training_flops
 
-log = logging.getLogger("olmo")
-
 PPL_BELOW = 10.0
 """OLMo-core leaves the perplexity out where the cross-entropy is above this."""
-FLUSH_SECONDS = 30.0
-"""How long lines for a bucket are gathered; local ones are written one by one."""
-TAIL = 1 << 16
-
-
-class LineLog:
-    """Appends JSON objects, a line each, to a file or object. `attempt` counts its writers."""
-
-    def __init__(self, uri: str):
-        self.uri = uri
-        tail = _tail(uri)
-        self.attempt = 1 + max((_attempt(line) for line in tail.split(b"\n")), default=0)
-        # A writer that was killed may have left half a line.
-        self._pending = b"\n" if tail and not tail.endswith(b"\n") else b""
-        self._flushed = time.monotonic()
-
-    def write(self, row: dict) -> None:
-        self._pending += (json.dumps(row) + "\n").encode()
-        late = time.monotonic() - self._flushed > FLUSH_SECONDS
-        if late or not storage.is_remote(self.uri):
-            self.flush()
-
-    def flush(self) -> None:
-        """Everything written so far survives the process."""
-        if self._pending:
-            storage.append(self.uri, self._pending)
-        self._pending, self._flushed = b"", time.monotonic()
-
-
-def _tail(uri: str) -> bytes:
-    try:
-        size = storage.size(uri)
-    except FileNotFoundError:
-        if not storage.is_remote(uri):
-            storage.local_path(uri).parent.mkdir(parents=True, exist_ok=True)
-        return b""
-    return storage.read_bytes(uri, max(0, size - TAIL), min(size, TAIL)) if size else b""
-
-
-def _attempt(line: bytes) -> int:
-    try:
-        return int(json.loads(line)["attempt"])
-    except (ValueError, KeyError, TypeError):
-        return 0  # half a line
-
-
-class MetricsWriter:
-    """metrics.jsonl and TensorBoard events under one folder. For the first process only.
-
-    Events are written below tensorboardX's SummaryWriter, which would rewrite OLMo-core's names.
-    """
-
-    def __init__(self, folder: str, first_step: int):
-        from tensorboardX import FileWriter
-        from tensorboardX.proto import event_pb2
-
-        events = cast(Any, event_pb2)  # protobuf makes the classes when it is imported
-        self._lines = LineLog(storage.join(folder, "metrics.jsonl"))
-        self.attempt = self._lines.attempt
-        self._board = FileWriter(folder, flush_secs=30)
-        # TensorBoard forgets what an earlier attempt logged from here on.
-        self._board.add_event(events.Event(step=first_step, file_version="brain.Event:2"))
-        start = events.SessionLog(status=events.SessionLog.START)
-        self._board.add_event(events.Event(step=first_step, session_log=start))
-
-    def write(self, step: int, values: dict[str, float]) -> None:
-        """One update's values; floats keep all their digits."""
-        from tensorboardX.proto import summary_pb2
-
-        summary = cast(Any, summary_pb2).Summary
-        self._lines.write({"step": step, "attempt": self.attempt, **values})
-        entries = [summary.Value(tag=name, simple_value=v) for name, v in values.items()]
-        self._board.add_summary(summary(value=entries), step)
-
-    def flush(self) -> None:
-        self._lines.flush()
-
-    def close(self) -> None:
-        self._lines.flush()
-        self._board.close()
 
 
 @dataclass(frozen=True)

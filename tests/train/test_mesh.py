@@ -72,6 +72,17 @@ def test_the_global_batch_is_the_recipes_whatever_the_mesh(topology, accumulatio
     assert p.ways * p.accumulation * p.per_device == p.instances == 512
 
 
+@pytest.mark.parametrize(
+    "instances, devices, accumulation, per_device",
+    [(512, 128, 1, 4), (512, 512, 1, 1), (256, 128, 1, 2), (1024, 128, 2, 4), (768, 128, 2, 3)],
+)
+def test_a_limit_of_memory_is_kept_by_any_batch_on_any_mesh(
+    instances, devices, accumulation, per_device
+):
+    p = plan(instances, Topology(max_per_device_batch=4), fsdp=devices)
+    assert (p.accumulation, p.per_device) == (accumulation, per_device)
+
+
 def test_a_batch_that_cannot_be_shared_names_the_nearest_choices():
     with pytest.raises(UserError) as error:
         plan(12, fsdp=8)

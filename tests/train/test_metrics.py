@@ -6,7 +6,8 @@ import pytest
 from olmo_core_jax import recipes
 from olmo_core_jax.recipes import schema
 from olmo_core_jax.train.flops import training_flops
-from olmo_core_jax.train.metrics import LineLog, Meter, MetricsWriter, Update
+from olmo_core_jax.train.metrics import Meter, Update
+from olmo_core_jax.train.run_log import LineLog, MetricsWriter
 
 OLMO_CORE_NAMES = {
     "train/CE loss",
@@ -98,12 +99,15 @@ def test_lines_keep_all_digits_and_attempts_count(tmp_path):
 def events(folder) -> list:
     """All events of a folder, read record by record as TensorBoard does."""
     from tensorboardX.proto.event_pb2 import Event
+    from tensorboardX.record_writer import masked_crc32c
 
     found = []
     for file in sorted(folder.glob("events*")):
         data = file.read_bytes()
         while data:
             (length,) = struct.unpack("<Q", data[:8])
+            sums = struct.unpack("<I", data[8:12]) + struct.unpack("<I", data[12 + length :][:4])
+            assert sums == (masked_crc32c(data[:8]), masked_crc32c(data[12 : 12 + length]))
             found.append(Event.FromString(data[12 : 12 + length]))
             data = data[16 + length :]
     return found
@@ -112,7 +116,7 @@ def events(folder) -> list:
 def test_tensorboard_has_the_exact_names_and_forgets_what_is_repeated(tmp_path):
     writer = MetricsWriter(str(tmp_path), first_step=5)
     writer.write(5, meter().values(update(5)))
-    writer.close()
+    writer.flush()
     found = events(tmp_path)
     logged = {v.tag: v.simple_value for e in found for v in e.summary.value}
     assert logged.keys() == meter().values(update(5)).keys()
