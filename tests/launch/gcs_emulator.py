@@ -1,7 +1,7 @@
-"""A bucket on loopback (gcp-storage-emulator) with what tensorstore needs and the emulator leaves out.
+"""A bucket on loopback (gcp-storage-emulator) with what our locks and tensorstore need and the emulator leaves out.
 
-Left out by it: generations on downloads, conditional downloads, and startOffset/endOffset of listings (without which
-tensorstore's delete_range would empty the whole bucket).
+Left out by it: conditional uploads, generations on downloads, conditional downloads, and startOffset/endOffset of listings
+(without which tensorstore's delete_range would empty the whole bucket).
 """
 
 import contextlib
@@ -9,6 +9,7 @@ import functools
 import json
 import logging
 import socket
+import threading
 from collections.abc import Iterator
 from http import HTTPStatus
 
@@ -42,7 +43,11 @@ def _completed() -> Iterator[None]:
     objects.download = download  # objects.get looks it up by name
     for _, methods in emulator.HANDLERS:
         for verb, handler in list(methods.items()):
-            better = {kept: download, objects.ls: _with_offsets(objects.ls)}.get(handler)
+            better = {
+                kept: download,
+                objects.ls: _with_offsets(objects.ls),
+                objects.insert: _on_condition(objects.insert),
+            }.get(handler)
             if better:
                 changed.append((methods, verb, handler))
                 methods[verb] = better
@@ -72,6 +77,29 @@ def _with_generations(handler):
         return handler(request, response, storage, *args, **kwargs)
 
     return download
+
+
+def _on_condition(handler):
+    """Uploads only over the generation that the client names; 0: only where there is nothing."""
+    one_at_a_time = threading.Lock()
+
+    @functools.wraps(handler)
+    def insert(request, response, storage, *args, **kwargs):
+        with one_at_a_time:
+            wanted = request.query.get("ifGenerationMatch", [None])[0]
+            if wanted is not None:
+                name = request.query.get("name", [None])[0] or request.data["meta"]["name"]
+                try:
+                    bucket = request.params["bucket_name"]
+                    now = str(storage.get_file_obj(bucket, name)["generation"])
+                except Exception:
+                    now = "0"
+                if wanted != now:
+                    response.status = HTTPStatus.PRECONDITION_FAILED
+                    return None
+            return handler(request, response, storage, *args, **kwargs)
+
+    return insert
 
 
 def _with_offsets(handler):
