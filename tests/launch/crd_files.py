@@ -1,4 +1,7 @@
-"""The fixture `crds`: schemas of JobSet and Kueue, in OLMO_CRDS or a folder `crds` below the checkout's parent."""
+"""Fixtures: schemas of JobSet and Kueue, in OLMO_CRDS or a folder `crds` below the checkout's parent.
+
+`crds` skips a test where there are none; `jobset_crd` is for tests that can do with less.
+"""
 
 import os
 from pathlib import Path
@@ -23,3 +26,21 @@ def crds():
     if folder is None:
         pytest.skip("no CRD files: set OLMO_CRDS to a folder with JobSet's and Kueue's")
     return load_crds(str(folder))
+
+
+@pytest.fixture(scope="session")
+def jobset_crd():
+    """JobSet's definition; None where there are no files."""
+    from olmo_core_jax.launch.check import load_crds
+
+    folder = crd_folder()
+    return load_crds(str(folder))["JobSet"] if folder else None
+
+
+ANY_JOBSET = {
+    "spec": {
+        "names": {"kind": "JobSet"},
+        "versions": [{"name": "v1alpha2", "schema": {"openAPIV3Schema": {"type": "object"}}}],
+    }
+}
+"""A definition that takes every JobSet."""

@@ -19,7 +19,7 @@ from olmo_core_jax.recipes import load_recipe
 
 pytest.importorskip("kubernetes")
 
-crds = crd_files.crds
+jobset_crd = crd_files.jobset_crd
 K = "kueue.x-k8s.io"
 FLAVOR_LABELS = {"node.kubernetes.io/instance-type": "n2-standard-16"}
 
@@ -72,7 +72,7 @@ def put(lab, group, plural, namespace, name, body):
 
 
 @pytest.fixture
-def ready(tmp_path, registry, crds, monkeypatch):
+def ready(tmp_path, registry, jobset_crd, monkeypatch):
     """A laboratory with everything in place."""
     monkeypatch.setattr(image, "_google_token", lambda: None)
     secrets = {"HF_TOKEN": {"secret": "hf-token", "key": "token"}}
@@ -107,7 +107,7 @@ def ready(tmp_path, registry, crds, monkeypatch):
             "customresourcedefinitions",
             "",
             "jobsets.jobset.x-k8s.io",
-            crds["JobSet"],
+            jobset_crd or crd_files.ANY_JOBSET,
         )
         put(lab, K, "localqueues", "default", "tpus", {"spec": {"clusterQueue": "all"}})
         put(lab, K, "resourceflavors", "", "n2", {"spec": {"nodeLabels": FLAVOR_LABELS}})
