@@ -77,7 +77,7 @@ def build_model(cfg: Model) -> tuple[Any, Any]:
         force_full_attention_on_first_layer=False,
         force_full_attention_on_last_layer=cfg.pattern[-1] == -1,
     )
-    config = TransformerConfig.llama_like(
+    config: Any = TransformerConfig.llama_like(
         d_model=cfg.d_model,
         vocab_size=cfg.padded_vocab_size,
         n_layers=cfg.n_layers,
@@ -94,7 +94,7 @@ def build_model(cfg: Model) -> tuple[Any, Any]:
     )
     config.block.feed_forward.hidden_size = cfg.mlp_hidden
     if cfg.rope_scaling is not None:
-        s = cfg.rope_scaling
+        s: Any = cfg.rope_scaling  # OLMo-core calls its betas integers
         scaling = YaRNRoPEScalingConfig(
             factor=s.factor,
             beta_fast=s.beta_fast,
@@ -109,7 +109,7 @@ def _optimizer(model, opt: Optimizer, schedule):
     from olmo_core.optim import OptimGroupOverride, SkipStepAdamWConfig
 
     peak = schedule.peak if hasattr(schedule, "peak") else schedule.segments[-1].schedule.peak
-    skip = {}
+    skip: dict[str, Any] = {}
     if opt.skip is not None:
         skip = {"rolling_interval_length": opt.skip.window, "sigma_factor": int(opt.skip.sigma)}
     embedding = {"weight_decay": opt.embedding_weight_decay}

@@ -103,9 +103,10 @@ def trace_hf(path: str, tokens_BS: np.ndarray, dtype: str) -> Trace:
     torch = _torch()
     from transformers import AutoModelForCausalLM
 
-    model, info = AutoModelForCausalLM.from_pretrained(
+    loaded: Any = AutoModelForCausalLM.from_pretrained(
         path, dtype=getattr(torch, dtype), attn_implementation="sdpa", output_loading_info=True
     )
+    model, info = loaded
     left = [
         key for kind in ("missing_keys", "unexpected_keys", "mismatched_keys") for key in info[kind]
     ]

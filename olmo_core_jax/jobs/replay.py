@@ -93,8 +93,8 @@ def work(context: Context) -> Outcome:
         log.warning("%s", failure)
     verdict = "the same run" if not done.failures() else "; ".join(done.failures()[:5])
     log.info("window %s: %s", window, verdict)
-    parts = replay.PARTS if done.end else ()
-    notes = {f"farthest of {part}": done.end.worst(part).tensor for part in parts}
+    last = done.end
+    notes = {f"farthest of {p}": last.worst(p).tensor for p in replay.PARTS} if last else {}
     outputs = {"updates": context.path("updates.csv"), "start": start.path}
     return Outcome(
         outputs=outputs
