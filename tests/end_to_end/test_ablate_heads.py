@@ -28,7 +28,7 @@ def run(tmp_path):
             text=True,
             cwd=tmp_path,
             env=env,
-            timeout=600,
+            timeout=1800,
         )
         return done.returncode, done.stdout
 
