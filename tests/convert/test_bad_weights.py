@@ -8,6 +8,7 @@ import os
 import struct
 from pathlib import Path
 
+import ml_dtypes
 import numpy as np
 import pytest
 import tiny_checkpoints as factory
@@ -130,6 +131,19 @@ def test_wrong_tensors(tmp_path, change, pattern):
     tensors = factory.random_params(tiny())
     change(tensors)
     refused(tiny(), write_hf(tiny(), tmp_path / "hf", tensors), tmp_path / "out", pattern)
+
+
+@pytest.mark.parametrize("value", [np.nan, -np.nan, np.inf, -np.inf])
+def test_not_finite_in_bfloat16(tmp_path, value):
+    tensors = {n: x.astype(ml_dtypes.bfloat16) for n, x in factory.random_params(tiny()).items()}
+    largest = ml_dtypes.finfo(ml_dtypes.bfloat16).max
+    tensors["model.layers.3.mlp.down_proj.weight"][17, 4] = -largest
+    folder = write_hf(tiny(), tmp_path / "hf", tensors)
+    to_ours(tiny(), folder, tmp_path / "fine")
+    tensors["model.layers.3.mlp.down_proj.weight"][17, 3] = value
+    folder = write_hf(tiny(), tmp_path / "bad", tensors)
+    expected = r"layers.3.mlp.down_proj.weight holds a value that is not finite, in row 17"
+    refused(tiny(), folder, tmp_path / "out", expected)
 
 
 @pytest.mark.parametrize(
