@@ -38,12 +38,14 @@ def _folder(where: str) -> str:
     return folder if storage.is_remote(where) else str(Path(folder).resolve())
 
 
-def _read(where: str) -> dict:
-    """A recipe file's content over that of the recipe it `extends`."""
+def _read(where: str, below: tuple[str, ...] = ()) -> dict:
+    """A recipe file's content over that of the recipe it `extends`. Raises UserError where that goes round in a circle."""
+    if where in below:
+        raise UserError(f"recipe {below[0]} extends itself: {' -> '.join((*below, where))}")
     base, raw = _split(where)
     if base is None:
         return raw
-    inherited = _read(base)
+    inherited = _read(base, (*below, where))
     if _folder(base) != _folder(where):  # a shipped one: its paths are relative to its own folder
         inherited = _absolute(inherited, _folder(base))
     return _merge(inherited, raw)

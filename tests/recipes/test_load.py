@@ -144,3 +144,10 @@ def test_a_recipe_extends_a_shipped_one_from_any_folder(tmp_path, laptop):
     (tmp_path / "laptop.yaml").write_text(yaml.safe_dump(laptop))
     beside = recipes.load_recipe(str(tmp_path / "mine.yaml"))
     assert beside.stage1.data.seed == 5, "one in the same folder comes first"
+
+
+def test_a_recipe_that_extends_itself_is_refused(tmp_path):
+    (tmp_path / "a.yaml").write_text("extends: b\nname: a\n")
+    (tmp_path / "b.yaml").write_text("extends: a\nname: b\n")
+    with pytest.raises(UserError, match=r"extends itself: .*a\.yaml -> .*b\.yaml -> .*a\.yaml"):
+        recipes.load_recipe(str(tmp_path / "a.yaml"))
