@@ -122,7 +122,7 @@ class Plain:
         if result is None:
             return
         rows = tables.notes_table(result.figures, result.notes).markdown()
-        self._body.update(f"Finished in {tables.seconds(result.seconds)}.\n\n{rows}")
+        self._body.update(rows)
 
 
 class Landmark:
