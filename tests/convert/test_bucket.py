@@ -77,8 +77,28 @@ def test_conversion_into_a_bucket_and_out_of_one(bucket):
     assert "good" in run(env, "-c", CHECK, step, LAPTOP.weights.hf, f"{root}/hf")
 
 
-def test_warm_start_in_a_bucket(bucket):
+UPLOAD = """
+import sys
+from pathlib import Path
+from olmo_core_jax import storage
+folder, uri = Path(sys.argv[1]), sys.argv[2]
+for file in folder.rglob("*"):
+    if file.is_file():
+        storage.write_file(f"{uri}/{file.relative_to(folder)}", file)
+"""
+SUMS = """
+import sys
+from olmo_core_jax import storage
+sums = [storage.read_json(f"{root}/warm_adam/checkpoints/0/meta/metadata")["checksums"] for root in sys.argv[1:]]
+assert sums[0] == sums[1] and len(sums[0]) > 100, sums
+"""
+
+
+def test_warm_start_in_a_bucket_from_a_native_checkpoint_in_one(bucket):
     root, env = bucket
     native = LAPTOP.stage1.reference.native[400]
-    job = ["-m", "olmo_core_jax.jobs.warm_adam", "--recipe=laptop", f"--run-root={root}/run"]
-    assert "Adam count" in run(env, *job, f"--from-native={native}")
+    run(env, "-c", UPLOAD, native, f"{root}/native/step400")
+    for name, source in {"a": native, "b": f"{root}/native/step400"}.items():
+        job = ["-m", "olmo_core_jax.jobs.warm_adam", "--recipe=laptop", f"--run-root={root}/{name}"]
+        assert "Adam count" in run(env, *job, f"--from-native={source}")
+    run(env, "-c", SUMS, f"{root}/a", f"{root}/b")
