@@ -2,7 +2,6 @@
 PYTHON ?= $(firstword $(foreach v,3.11 3.12 3.13,$(shell command -v python$(v))) python3)
 VENV   ?= .venv
 BIN     = $(VENV)/bin
-PYTEST  = $(BIN)/python -m pytest -n 2 --dist loadfile
 PIP     = $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
 .PHONY: help reproduce resume ui test test-all reference lint types format bench bench-convert compile-check clean
@@ -20,10 +19,10 @@ ui: $(VENV)/installed         ## browse the cards of the latest run on http://12
 	$(BIN)/python tools/cards_on_loopback.py
 
 test: $(VENV)/installed-tests ## the default tests (adds PyTorch, OLMo-core, transformers)
-	$(PYTEST)
+	$(BIN)/python -m pytest
 
 test-all: $(VENV)/installed-tests  ## the slow ones too
-	$(PYTEST) -m ""
+	$(BIN)/python -m pytest -m ""
 
 reference: $(VENV)/installed-tests  ## make the laptop reference anew with the real OLMo-core
 	$(BIN)/python tools/make_reference.py
