@@ -31,9 +31,12 @@ SHAPES = {
     "yarn": {"rope_scaling": YARN},
     "head wider than model share": {"head_dim": 32, "n_heads": 4},
 }
+OFTEN = ("grouped queries", "yarn")
 
 
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize(
+    "shape", [pytest.param(s, marks=[] if s in OFTEN else pytest.mark.slow) for s in SHAPES]
+)
 @pytest.mark.parametrize("source", ["transformers", "olmo_core"])
 def test_logits_equal_the_reference(shape, source):
     cfg = small_model(**SHAPES[shape])

@@ -91,7 +91,12 @@ WAYS = {
 }
 
 
-@pytest.mark.parametrize("way", WAYS)
+QUICK = ("accumulation 4", "unrolled", "all together")
+
+
+@pytest.mark.parametrize(
+    "way", [pytest.param(w, marks=[] if w in QUICK else pytest.mark.slow) for w in WAYS]
+)
 def test_topology_does_not_change_the_numbers(plain, way):
     """With a masked instance, so that micro-batches hold different numbers of targets."""
     settings = {"attention": "reference"} | WAYS[way]
