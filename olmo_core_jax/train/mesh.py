@@ -188,14 +188,18 @@ def plan_batch(stage: Stage, topology: topologies.Topology, mesh: Mesh) -> Batch
 
 def _largest(rows: int, limit: int | None) -> int:
     """The largest divisor of `rows` that is not above the limit."""
-    return max(d for d in range(1, rows + 1) if rows % d == 0 and d <= (limit or rows))
+    return max(d for d in _divisors(rows) if d <= (limit or rows))
 
 
 def _nearest(total: int, wanted: int) -> list[int]:
     """The divisors of `total` next to `wanted`, below and above."""
-    divisors = [d for d in range(1, total + 1) if total % d == 0]
+    divisors = _divisors(total)
     below, above = [d for d in divisors if d < wanted], [d for d in divisors if d > wanted]
     return below[-1:] + above[:1]
+
+
+def _divisors(total: int) -> list[int]:
+    return [d for d in range(1, total + 1) if total % d == 0]
 
 
 def _or(numbers: list[int]) -> str:
