@@ -41,7 +41,9 @@ def tokens(cfg: Model, batch: int = 2, length: int = 48, seed: int = 0) -> np.nd
     return np.random.default_rng(seed).integers(0, cfg.vocab_size, (batch, length))
 
 
-def hf_model(cfg: Model, rows: int | None = None, seed: int = 0, dtype: str = "float32"):
+def hf_model(
+    cfg: Model, rows: int | None = None, seed: int = 0, dtype: str = "float32", leads: bool = False
+):
     """transformers' model with random weights; norm gains are not ones, logits not flat."""
     import torch
     from transformers import Olmo3Config, Olmo3ForCausalLM
@@ -79,7 +81,22 @@ def hf_model(cfg: Model, rows: int | None = None, seed: int = 0, dtype: str = "f
             if parameter.ndim == 1:
                 parameter.copy_(1 + 0.3 * torch.randn_like(parameter))
         model.lm_head.weight.mul_(2)
+        if leads:
+            let_best_tokens_lead(model.model.embed_tokens.weight, model.lm_head.weight)
     return model.to(getattr(torch, dtype)).eval()
+
+
+def let_best_tokens_lead(embedding, head) -> None:
+    """Gives each token a random direction, which the head knows as its successor's.
+
+    The head of independent random numbers ranks tokens by next to nothing, and rounding decides which is
+    the best. Trained heads do not: here as there most positions have a token that leads, and which one it is
+    depends on every layer (on 3 of 10 positions it is another than the successor).
+    """
+    width = embedding.shape[1]
+    direction = embedding / embedding.std()
+    embedding.copy_(direction * 20 * width**-0.5)
+    head.copy_(2 * width**-0.5 * direction.roll(1, 0))
 
 
 def save_hf(model, folder: Path, **options) -> Path:
@@ -87,7 +104,7 @@ def save_hf(model, folder: Path, **options) -> Path:
     return folder
 
 
-def olmo_core_model(cfg: Model, seed: int = 0):
+def olmo_core_model(cfg: Model, seed: int = 0, leads: bool = False):
     """OLMo-core's own model of the same shape, with random weights and gains."""
     import torch
     from olmo_core.config import DType
@@ -133,17 +150,21 @@ def olmo_core_model(cfg: Model, seed: int = 0):
             else:
                 parameter.copy_(0.02 * torch.randn_like(parameter))
         model.lm_head.w_out.weight.mul_(2)
+        if leads:
+            let_best_tokens_lead(model.embeddings.weight, model.lm_head.w_out.weight)
     return model.eval(), config
 
 
-def save_native(cfg: Model, folder: Path, updates: int = 3, seed: int = 0) -> dict:
+def save_native(
+    cfg: Model, folder: Path, updates: int = 3, seed: int = 0, leads: bool = False
+) -> dict:
     """A native checkpoint of a model that took some updates; its tensors by name."""
     import torch
     from olmo_core.distributed.checkpoint import save_model_and_optim_state
     from olmo_core.optim import OptimGroupOverride, SkipStepAdamWConfig
 
     shutil.rmtree(folder, ignore_errors=True)
-    model, config = olmo_core_model(cfg, seed)
+    model, config = olmo_core_model(cfg, seed, leads)
     override = OptimGroupOverride(params=["embeddings.weight"], opts={"weight_decay": 0.0})
     optim = SkipStepAdamWConfig(lr=1e-3, weight_decay=0.1, group_overrides=[override]).build(model)
     generator = torch.Generator().manual_seed(seed + 1)

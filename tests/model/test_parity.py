@@ -12,6 +12,7 @@ pytest.importorskip("olmo_core")
 from torch_olmo3 import (  # noqa: E402
     OLMO_CORE,
     TRANSFORMERS,
+    in_bfloat16,
     olmo_core_model,
     our_params,
     small_model,
@@ -144,7 +145,7 @@ def test_bfloat16_logits_against_transformers():
     inputs = torch.tensor(tokens).long()
     with torch.no_grad():
         exact = model(inputs).logits.numpy()
-        theirs = model.bfloat16()(inputs).logits.float().numpy()
+        theirs = in_bfloat16(model)(inputs).logits.float().numpy()
     ours = logits(params, tokens, cfg, ModelOptions(compute_dtype="bfloat16"))
     assert ours.dtype == jnp.float32
 

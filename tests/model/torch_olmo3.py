@@ -61,6 +61,17 @@ def transformers_model(cfg: Model, seed: int = 0):
     return model
 
 
+def in_bfloat16(model):
+    """The model as from_pretrained(dtype=bfloat16) gives it. `.to(bfloat16)` alone rounds the rotary
+    frequencies too: at position 8,000 the angles are then off by whole turns."""
+    exact = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    model.bfloat16()
+    for name, buffer in exact.items():
+        owner, _, last = name.rpartition(".")
+        setattr(model.get_submodule(owner), last, buffer)
+    return model
+
+
 def olmo_core_model(cfg: Model, seed: int = 0):
     """The same model as OLMo-core builds it (torch attention)."""
     from olmo_core.nn.attention import AttentionBackendName, SlidingWindowAttentionConfig
