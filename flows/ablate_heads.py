@@ -77,7 +77,7 @@ class AblateHeads(FlowSpec):
         """The figures."""
         print(self.table)
         print(self.summary)
-        ablation.require(self.fair, self.summary)
+        flow_entry.require(self.fair, self.summary)
 
 
 if __name__ == "__main__":

@@ -75,7 +75,7 @@ class VerifyResume(FlowSpec):
         """The verdict; a difference fails the flow."""
         print(self.table)
         print(self.verdict)
-        verify.require(self.same, self.verdict)
+        flow_entry.require(self.same, self.verdict)
 
 
 if __name__ == "__main__":

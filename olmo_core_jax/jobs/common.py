@@ -17,9 +17,9 @@ from dataclasses import dataclass, field
 from olmo_core_jax import recipes, storage
 from olmo_core_jax.errors import CRASH, OK, PREEMPTED, JobError, UserError
 from olmo_core_jax.jobs import lock, maintenance
-from olmo_core_jax.jobs.signals import StopNow, StopRequest, grace_from_environment
 from olmo_core_jax.recipes import Recipe
 from olmo_core_jax.results import StageResult, read_result, write_result
+from olmo_core_jax.signals import StopNow, StopRequest, grace_from_environment
 from olmo_core_jax.topology import Topology, load_topology, process_id
 
 log = logging.getLogger("olmo")

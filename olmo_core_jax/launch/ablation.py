@@ -3,8 +3,8 @@
 import os
 from dataclasses import dataclass
 
-from olmo_core_jax.errors import JobError, UserError
-from olmo_core_jax.launch.flow_entry import StageError, plan
+from olmo_core_jax.errors import UserError
+from olmo_core_jax.launch.flow_entry import foreseen, plan, run_quietly
 
 
 @dataclass(frozen=True)
@@ -20,17 +20,15 @@ class AblationPlan:
     costs: dict[str, float]
 
 
+@foreseen()
 def two_arms(recipe_name: str, output: str, run_id: str, updates: int) -> AblationPlan:
     """Both arms' recipes, written under the run root. Raises StageError for two that may not be compared."""
     from olmo_core_jax import ablation_plan, recipes, storage
 
     found = plan(recipe_name, output, f"ablate-{run_id}")
-    try:
-        arms = ablation_plan.arms_of(recipe_name, updates)
-        for arm in arms:
-            _keep(storage.join(found.run_root, f"{arm.name}.yaml"), recipes.dump_recipe(arm.recipe))
-    except JobError as e:
-        raise StageError(str(e)) from None
+    arms = ablation_plan.arms_of(recipe_name, updates)
+    for arm in arms:
+        _keep(storage.join(found.run_root, f"{arm.name}.yaml"), recipes.dump_recipe(arm.recipe))
     costs = {"parameters": arms[0].parameters, "FLOPs a token": arms[0].flops}
     last_step = arms[0].recipe.stage1.last_step
     return AblationPlan(found.run_root, [arm.name for arm in arms], last_step, costs)
@@ -40,9 +38,10 @@ def prepare(recipe: str, run_root: str) -> None:
     """The first weights and the data order, without a card. Raises StageError."""
     from olmo_core_jax.launch import job
 
-    _run(job.convert_weights(recipe, run_root), job.build_index(recipe, run_root))
+    run_quietly(job.convert_weights(recipe, run_root), job.build_index(recipe, run_root))
 
 
+@foreseen()
 def held_out(recipe: str, run_root: str) -> None:
     """The last checkpoint's held-out loss, where the recipe names held-out text. Raises StageError."""
     from olmo_core_jax.launch import job
@@ -50,7 +49,7 @@ def held_out(recipe: str, run_root: str) -> None:
 
     found = load_recipe(recipe)
     if found.evaluation.heldout:
-        _run(job.evaluate_landmark(recipe, run_root, found.stage1.last_step))
+        run_quietly(job.evaluate_landmark(recipe, run_root, found.stage1.last_step))
 
 
 def one_at_a_time() -> None:
@@ -60,12 +59,6 @@ def one_at_a_time() -> None:
     """
     for verb in ("RUN", "RESUME"):
         os.environ.setdefault(f"METAFLOW_{verb}_MAX_WORKERS", "1")
-
-
-def require(fair: bool, verdict: str) -> None:
-    """Raises StageError where the arms differed in more than their heads."""
-    if not fair:
-        raise StageError(verdict)
 
 
 def _keep(where: str, text: str) -> None:
@@ -80,14 +73,3 @@ def _keep(where: str, text: str) -> None:
         ) from None
     if not new and storage.read_text(where) != text:
         raise UserError(f"{where} is of another ablation: choose another output folder")
-
-
-def _run(*jobs) -> None:
-    from olmo_core_jax.launch import job
-    from olmo_core_jax.launch.profile import load_profile
-
-    try:
-        for each in jobs:
-            job.run(each, load_profile())
-    except JobError as e:
-        raise StageError(str(e)) from None

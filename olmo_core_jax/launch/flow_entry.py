@@ -6,6 +6,7 @@ Kept out of the flow file so that the story stays readable, and out of launch/jo
 import getpass
 import os
 import sys
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,6 +24,15 @@ class StageError(MetaflowException):
     headline = "Stage not finished"
 
 
+@contextmanager
+def foreseen():
+    """Turns the endings that errors.py foresees into StageError; a decorator, too."""
+    try:
+        yield
+    except JobError as e:
+        raise StageError(str(e)) from None
+
+
 @dataclass(frozen=True)
 class Plan:
     name: str
@@ -31,17 +41,15 @@ class Plan:
     landmarks: list[int]
 
 
+@foreseen()
 def plan(recipe_name: str, output: str, run_id: str) -> Plan:
     """Validates the recipe and fixes the run root, both as absolute places. Raises StageError."""
     from olmo_core_jax import storage
     from olmo_core_jax.recipes import load_recipe
     from olmo_core_jax.recipes.load import recipe_location
 
-    try:
-        recipe = load_recipe(recipe_name)
-        where = recipe_location(recipe_name)
-    except JobError as e:
-        raise StageError(str(e)) from None
+    recipe = load_recipe(recipe_name)
+    where = recipe_location(recipe_name)
     root = output or str(Path("runs", f"{recipe.name}-{run_id}"))
     if not storage.is_remote(root):
         root = str(Path(root).resolve())
@@ -50,30 +58,25 @@ def plan(recipe_name: str, output: str, run_id: str) -> Plan:
     return Plan(recipe.name, kept, root, recipe.landmarks())
 
 
+@foreseen()
 def replay_windows(recipe_name: str, windows: str) -> list[str]:
     """The windows to replay, in full (`stage1/380:20`). Raises StageError for one that cannot be."""
     from olmo_core_jax import replay_plan
     from olmo_core_jax.recipes import load_recipe
 
-    try:
-        recipe = load_recipe(recipe_name)
-        chosen = (
-            replay_plan.parse_windows(windows, recipe)
-            if windows
-            else replay_plan.all_windows(recipe)
-        )
-    except JobError as e:
-        raise StageError(str(e)) from None
+    recipe = load_recipe(recipe_name)
+    chosen = (
+        replay_plan.parse_windows(windows, recipe) if windows else replay_plan.all_windows(recipe)
+    )
     if not chosen:
-        raise StageError(f"recipe {recipe.name} names no two native checkpoints: say --windows N:K")
+        raise UserError(f"recipe {recipe.name} names no two native checkpoints: say --windows N:K")
     return [str(window) for window in chosen]
 
 
 def require_all_passed(figures: dict[str, dict]) -> None:
     """Raises StageError that names the windows whose replay is not the reference's run."""
     failed = [window for window, found in figures.items() if not found.get("passed")]
-    if failed:
-        raise StageError(f"not the same run: {', '.join(failed)}")
+    require(not failed, f"not the same run: {', '.join(failed)}")
 
 
 def run_stage(job, card) -> dict:
@@ -92,6 +95,22 @@ def run_stage(job, card) -> dict:
         raise StageError(str(e)) from None
     live.finished(result)
     return small(result.outputs, result.figures)
+
+
+@foreseen()
+def run_quietly(*jobs) -> None:
+    """Runs jobs one after the other, without a card. Raises StageError."""
+    from olmo_core_jax.launch import job
+    from olmo_core_jax.launch.profile import load_profile
+
+    for each in jobs:
+        job.run(each, load_profile())
+
+
+def require(holds: bool, verdict: str) -> None:
+    """Raises StageError with the verdict where it is a bad one."""
+    if not holds:
+        raise StageError(verdict)
 
 
 def small(outputs: dict[str, str], figures: dict[str, float]) -> dict:

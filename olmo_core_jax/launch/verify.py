@@ -1,9 +1,10 @@
 """What flows/verify_resume.py needs beside the common entry: a short recipe, quiet stages, a verdict."""
 
 from olmo_core_jax.errors import JobError
-from olmo_core_jax.launch.flow_entry import Plan, StageError, plan
+from olmo_core_jax.launch.flow_entry import Plan, foreseen, plan, run_quietly
 
 
+@foreseen()
 def short_plan(
     recipe_name: str, output: str, run_id: str, updates: int, every: int, interrupt: str
 ) -> Plan:
@@ -14,39 +15,27 @@ def short_plan(
     from olmo_core_jax import recipes, storage
 
     found = plan(recipe_name, output, f"verify-{run_id}")
-    try:
-        recipe = recipes.load_recipe(recipe_name)
-        checkpoints = recipe.stage1.checkpoints.model_copy(update={"every": every, "landmarks": []})
-        stage = recipe.stage1.model_copy(update={"stop_at": updates, "checkpoints": checkpoints})
-        if updates > recipe.stage1.last_step:
-            raise JobError(f"--updates {updates}: stage 1 of {recipe.name} has fewer")
-        _require_inside(interrupt, updates)
-        short = recipe.model_copy(update={"name": f"{recipe.name}-{updates}", "stage1": stage})
-        file = storage.join(found.run_root, "short.yaml")
-        storage.write_text(file, recipes.dump_recipe(short))
-    except JobError as e:
-        raise StageError(str(e)) from None
+    recipe = recipes.load_recipe(recipe_name)
+    checkpoints = recipe.stage1.checkpoints.model_copy(update={"every": every, "landmarks": []})
+    stage = recipe.stage1.model_copy(update={"stop_at": updates, "checkpoints": checkpoints})
+    if updates > recipe.stage1.last_step:
+        raise JobError(f"--updates {updates}: stage 1 of {recipe.name} has fewer")
+    _require_inside(interrupt, updates)
+    short = recipe.model_copy(update={"name": f"{recipe.name}-{updates}", "stage1": stage})
+    file = storage.join(found.run_root, "short.yaml")
+    storage.write_text(file, recipes.dump_recipe(short))
     return Plan(short.name, file, found.run_root, [])
 
 
+@foreseen()
 def prepare(recipe_name: str, run_root: str) -> None:
     """The stages before training, without a card. Raises StageError."""
     from olmo_core_jax.launch import job
-    from olmo_core_jax.launch.profile import load_profile
     from olmo_core_jax.recipes import load_recipe
 
-    try:
-        if load_recipe(recipe_name).weights.hf is not None:
-            job.run(job.convert_weights(recipe_name, run_root), load_profile())
-        job.run(job.build_index(recipe_name, run_root), load_profile())
-    except JobError as e:
-        raise StageError(str(e)) from None
-
-
-def require(same: bool, verdict: str) -> None:
-    """Raises StageError where the two runs are not the same."""
-    if not same:
-        raise StageError(verdict)
+    convert = load_recipe(recipe_name).weights.hf is not None
+    jobs = [job.convert_weights(recipe_name, run_root)] if convert else []
+    run_quietly(*jobs, job.build_index(recipe_name, run_root))
 
 
 def _require_inside(interrupt: str, updates: int) -> None:

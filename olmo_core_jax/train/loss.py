@@ -69,8 +69,8 @@ def _head_loss(h_BSD, head_VD, labels_BS, keep_BS, scale, z_multiplier, chunks):
 
     def chunk(sums, inputs):
         h, labels, keep = inputs
-        ce, z, _, _ = _chunk_sums(h, head, labels, keep)
-        return (sums[0] + ce, sums[1] + z), None
+        part = _chunk_sums(h, head, labels, keep)
+        return (sums[0] + part.ce, sums[1] + part.z), None
 
     (ce, z), _ = jax.lax.scan(chunk, (0.0, 0.0), _chunked(chunks, h_BSD, labels_BS, keep_BS))
     return _scaled(ce, z, scale, z_multiplier)
@@ -82,15 +82,16 @@ def _forward(h_BSD, head_VD, labels_BS, keep_BS, scale, z_multiplier, chunks):
     def chunk(carry, inputs):
         ce_sum, z_sum, d_head_DV = carry
         h, labels, keep = inputs
-        ce, z, logits, lse = _chunk_sums(h, head, labels, keep)
-        lse = lse[..., None]
-        hit = labels[..., None] == jnp.arange(logits.shape[-1])
-        slope = jnp.exp(logits - lse) * (1 + 2 * z_multiplier * lse) - hit
-        d_logits = (slope * (keep * scale)[..., None]).astype(h.dtype)
+        part = _chunk_sums(h, head, labels, keep)
+        weight_BT = keep * scale
+        softmax_BT = weight_BT * (1 + 2 * z_multiplier * part.lse_BT) / part.sum_BT
+        hit = labels[..., None] == jnp.arange(part.exp_BTV.shape[-1])
+        slope = part.exp_BTV * softmax_BT[..., None] - hit * weight_BT[..., None]
+        d_logits = slope.astype(h.dtype)
         d_h = jnp.einsum("btv,vd->btd", d_logits, head)
         # D x V, not V x D: so d_logits is read as it lies, and only the small h is transposed.
         d_head_DV += jnp.einsum("btd,btv->dv", h, d_logits, preferred_element_type=jnp.float32)
-        return (ce_sum + ce, z_sum + z, d_head_DV), d_h
+        return (ce_sum + part.ce, z_sum + part.z, d_head_DV), d_h
 
     start = (0.0, 0.0, jnp.zeros(head_VD.shape[::-1], jnp.float32))
     inputs = _chunked(chunks, h_BSD, labels_BS, keep_BS)
@@ -125,10 +126,24 @@ def _chunked(chunks: int, *arrays):
     )
 
 
-def _chunk_sums(h_BTD, head_VD, labels_BT, keep_BT):
-    """Sums of CE and logsumexp^2 over kept positions, and the fp32 logits and logsumexps."""
+class _ChunkSums(NamedTuple):
+    """ce, z: sums over kept positions of CE and of logsumexp^2; exp_BTV: exp(logits - their maximum), f32,
+    computed once for the loss and its gradient; sum_BT: its sum; lse_BT: logsumexp."""
+
+    ce: jax.Array
+    z: jax.Array
+    exp_BTV: jax.Array
+    sum_BT: jax.Array
+    lse_BT: jax.Array
+
+
+def _chunk_sums(h_BTD, head_VD, labels_BT, keep_BT) -> _ChunkSums:
     logits = jnp.einsum("btd,vd->btv", h_BTD, head_VD, preferred_element_type=jnp.float32)
-    lse = jax.nn.logsumexp(logits, axis=-1)
     at_label = jnp.take_along_axis(logits, labels_BT[..., None], axis=-1)[..., 0]
-    ce = jnp.sum(jnp.where(keep_BT, lse - at_label, 0.0))
-    return ce, jnp.sum(jnp.where(keep_BT, lse * lse, 0.0)), logits, lse
+    top_BT = jnp.max(logits, axis=-1)
+    exp_BTV = jnp.exp(logits - top_BT[..., None])
+    sum_BT = jnp.sum(exp_BTV, axis=-1)
+    lse_BT = top_BT + jnp.log(sum_BT)
+    ce = jnp.sum(jnp.where(keep_BT, lse_BT - at_label, 0.0))
+    z = jnp.sum(jnp.where(keep_BT, lse_BT * lse_BT, 0.0))
+    return _ChunkSums(ce, z, exp_BTV, sum_BT, lse_BT)

@@ -21,9 +21,9 @@ from olmo_core_jax.convert.orbax_read import OrbaxStep
 from olmo_core_jax.errors import OK, PREEMPTED, UserError
 from olmo_core_jax.evaluate.checkpoint import stored
 from olmo_core_jax.jobs import common, evaluate
-from olmo_core_jax.jobs.signals import StopRequest
 from olmo_core_jax.model.olmo3 import init_params
 from olmo_core_jax.results import read_result
+from olmo_core_jax.signals import StopRequest
 from olmo_core_jax.train.checkpoint import CheckpointStore
 
 STEP, LAST, SHIFT = 2, 4, 2.0**-12

@@ -16,8 +16,8 @@ from olmo_core_jax.data.stage_data import build_stage_data
 from olmo_core_jax.errors import Preempted
 from olmo_core_jax.jobs import train as jobs_train
 from olmo_core_jax.jobs.common import Context
-from olmo_core_jax.jobs.signals import StopRequest
 from olmo_core_jax.recipes import Recipe
+from olmo_core_jax.signals import StopRequest
 from olmo_core_jax.topology import Topology
 from olmo_core_jax.train.checksums import key_name
 from olmo_core_jax.train.loop import Trainer
