@@ -66,16 +66,12 @@ def model_of(step: OrbaxStep) -> Model:
 
 def trace_params(params: dict, cfg: Model, tokens_BS: np.ndarray, dtype: str) -> Trace:
     """Our model on a parameter tree."""
-    import jax
     import jax.numpy as jnp
 
     from olmo_core_jax.model.olmo3 import trace
     from olmo_core_jax.model.options import ModelOptions
 
-    options = ModelOptions(compute_dtype=dtype, scan_layers=False)
-    found = jax.jit(lambda p, t: trace(p, t, cfg, options))(
-        params, jnp.asarray(tokens_BS, jnp.int32)
-    )
+    found = trace(params, jnp.asarray(tokens_BS, jnp.int32), cfg, ModelOptions(compute_dtype=dtype))
     order = part_names(cfg)
     return {name: np.asarray(found[name].astype(jnp.float32)) for name in order}
 

@@ -4,8 +4,6 @@ B batch, S sequence, D model width, H query heads, G key/value heads, K head wid
 C cycles (repetitions of the layer pattern). Matrices are (out, in), as in PyTorch, so converting copies bytes.
 """
 
-from collections.abc import Callable
-
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -19,7 +17,6 @@ from olmo_core_jax.model.remat import rematerialise, save
 from olmo_core_jax.model.rope import Rope, apply_rope, rope_tables
 from olmo_core_jax.recipes.schema import Model
 
-Note = Callable[[str, jax.Array], None]
 DEFAULT = ModelOptions()
 CUT = 3.0  # initial weights lie within this many standard deviations
 
@@ -97,18 +94,18 @@ class Layer(nnx.Module):
         self.mlp_norm = gain(cfg.d_model)
         self.eps, self.opts = cfg.norm_eps, opts
 
-    def __call__(self, x_BSD: jax.Array, rope: Rope, note: Note | None = None) -> jax.Array:
+    def __call__(self, x_BSD: jax.Array, rope: Rope) -> jax.Array:
+        return self.parts(x_BSD, rope)["out"]
+
+    def parts(self, x_BSD: jax.Array, rope: Rope) -> dict[str, jax.Array]:
+        """What the layer computes on the way, and `out`, its output; attn and mlp are before their norms."""
         x_BSD = save(x_BSD, "layer_input")
         attn = self.attn(x_BSD, rope)
         h_BSD = x_BSD + norm(attn, self.attn_norm, self.eps)
         mlp = self.mlp(h_BSD)
         out_BSD = h_BSD + norm(mlp, self.mlp_norm, self.eps)
-        if note is not None:
-            note("attn", attn)
-            note("attn_residual", h_BSD)
-            note("mlp", mlp)
-            note("out", out_BSD)
-        return self.opts.constrain(out_BSD, "batch", "sequence", "act_embed")
+        out_BSD = self.opts.constrain(out_BSD, "batch", "sequence", "act_embed")
+        return {"attn": attn, "attn_residual": h_BSD, "mlp": mlp, "out": out_BSD}
 
 
 class Cycle(nnx.Module):
@@ -119,17 +116,13 @@ class Cycle(nnx.Module):
         for j, window in enumerate(self.pattern):
             setattr(self, f"layer_{j}", Layer(cfg, window, opts, rngs=rngs))
 
-    def __call__(self, x_BSD: jax.Array, ropes: dict[bool, Rope], note=None) -> jax.Array:
+    def __call__(self, x_BSD: jax.Array, ropes: dict[bool, Rope]) -> jax.Array:
         opts = self.opts
         run = rematerialise(
             Layer.__call__, opts.remat, scanned=opts.scan_layers, platform=opts.platform
         )
         for j, window in enumerate(self.pattern):
-            layer, rope = getattr(self, f"layer_{j}"), ropes[window == FULL]
-            if note is not None:
-                x_BSD = layer(x_BSD, rope, lambda name, x, j=j: note(j, name, x))
-            else:
-                x_BSD = run(layer, x_BSD, rope)
+            x_BSD = run(getattr(self, f"layer_{j}"), x_BSD, ropes[window == FULL])
         return x_BSD
 
 
@@ -151,33 +144,25 @@ class Olmo3(nnx.Module):
         self.final_norm = Weight(gain(cfg.d_model))
         self.lm_head = Weight(matrix(rngs, cfg, cfg.padded_vocab_size, cfg.d_model))
 
-    def hidden_states(self, tokens_BS: jax.Array, note: Note | None = None) -> jax.Array:
-        """The head's input: [B, S, D] in the compute dtype, after the final norm."""
+    def embedded(self, tokens_BS: jax.Array) -> jax.Array:
+        """The first layer's input, [B, S, D] in the compute dtype."""
         x_BSD = jnp.asarray(self.embed.weight[...])[tokens_BS].astype(self.opts.compute_dtype)
-        x_BSD = self.opts.constrain(x_BSD, "batch", "sequence", "act_embed")
+        return self.opts.constrain(x_BSD, "batch", "sequence", "act_embed")
+
+    def hidden_states(self, tokens_BS: jax.Array) -> jax.Array:
+        """The head's input: [B, S, D] in the compute dtype, after the final norm."""
+        x_BSD = self.embedded(tokens_BS)
         ropes = rope_tables(self.cfg, tokens_BS.shape[1])
-        if note is not None:
-            note("embed", x_BSD)
-        if self.opts.scan_layers and note is None:
+        if self.opts.scan_layers:
             x_BSD, _ = jax.lax.scan(lambda x, cycle: (cycle(x, ropes), None), x_BSD, self.cycles)
         else:
-            x_BSD = self._unrolled(x_BSD, ropes, note)
-        h_BSD = norm(x_BSD, self.final_norm.weight, self.cfg.norm_eps)
-        if note is not None:
-            note("final_norm", h_BSD)
-        return h_BSD
+            for c in range(self.cfg.n_cycles):
+                x_BSD = self.cycle(c)(x_BSD, ropes)
+        return norm(x_BSD, self.final_norm.weight, self.cfg.norm_eps)
 
-    def _unrolled(self, x_BSD, ropes, note: Note | None):
-        for c in range(self.cfg.n_cycles):
-            cycle = jax.tree.map(lambda leaf, c=c: leaf[c], self.cycles)
-            first = c * len(self.cfg.pattern)
-            tell = (
-                None
-                if note is None
-                else lambda j, name, x, f=first: note(f"layers.{f + j}.{name}", x)
-            )
-            x_BSD = cycle(x_BSD, ropes, tell)
-        return x_BSD
+    def cycle(self, c: int) -> Cycle:
+        """The c-th cycle, with its own slice of the stacked parameters."""
+        return jax.tree.map(lambda leaf: leaf[c], self.cycles)
 
     def logits(self, h_BSD: jax.Array) -> jax.Array:
         """fp32 [B, S, V] of hidden states, the padded vocabulary included; products of compute-dtype values."""
@@ -246,11 +231,18 @@ def trace(
 ) -> dict[str, jax.Array]:
     """Outputs of every part, for parity: embed, layers.{i}.{attn,attn_residual,mlp,out}, final_norm, logits.
 
-    attn and mlp are the branches before their norms. Layers are unrolled.
+    Not to be jitted as a whole: layer after layer runs the one program that its kind (sliding or full) compiles to.
     """
-    seen: dict[str, jax.Array] = {}
+    run = jax.jit(Layer.parts)
     with opts.exact_matmuls():
-        model = bind(params, cfg, opts)
-        h_BSD = model.hidden_states(tokens_BS, seen.__setitem__)
-        seen["logits"] = model.logits(h_BSD)
+        model, ropes = bind(params, cfg, opts), rope_tables(cfg, tokens_BS.shape[1])
+        seen = {"embed": (x_BSD := model.embedded(tokens_BS))}
+        for i in range(cfg.n_layers):
+            c, j = divmod(i, len(cfg.pattern))
+            layer = getattr(model.cycle(c), f"layer_{j}")
+            parts = run(layer, x_BSD, ropes[cfg.pattern[j] == FULL])
+            seen |= {f"layers.{i}.{name}": part for name, part in parts.items()}
+            x_BSD = parts["out"]
+        seen["final_norm"] = norm(x_BSD, model.final_norm.weight, cfg.norm_eps)
+        seen["logits"] = model.logits(seen["final_norm"])
     return seen

@@ -20,7 +20,7 @@ CFG = Model(
     mlp_hidden=32,
     vocab_size=91,
     padded_vocab_size=128,
-    pattern=[8, 8, 8, -1],
+    pattern=[8, -1],
     init_std=0.3,
 )
 

@@ -63,7 +63,7 @@ def write_recipe(
             "mlp_hidden": 32,
             "vocab_size": VOCAB,
             "padded_vocab_size": VOCAB,
-            "pattern": [8, 8, 8, -1],
+            "pattern": [8, -1],
         },
         "tokenizer": {"name": "tiny", "eos_id": EOS, "pad_id": PAD},
         "stage1": section | stage,
