@@ -19,7 +19,7 @@ ui: $(VENV)/installed         ## browse the cards of the latest run on http://12
 	$(BIN)/python tools/cards_on_loopback.py
 
 test: $(VENV)/installed-tests ## the default tests (adds PyTorch, OLMo-core, transformers)
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2 --dist loadfile
 
 test-all: $(VENV)/installed-tests  ## the slow ones too
 	$(BIN)/python -m pytest -m ""
