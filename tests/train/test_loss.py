@@ -114,6 +114,21 @@ def test_bfloat16_states_give_float32_losses_and_head_gradients():
     np.testing.assert_allclose(d_head, expected, atol=1e-2 * np.abs(expected).max())
 
 
+@pytest.mark.parametrize("dtype, rounding", [(jnp.float32, 1e-2), (jnp.bfloat16, 2e-2)])
+def test_the_gradient_of_a_sure_token_keeps_its_digits(dtype, rounding):
+    """The label's softmax is 1 - 1e-4: a difference of two numbers near 1, against the same in float64."""
+    sure = float(np.log(1e4 * (V - 1)))
+    tokens = np.full((1, S), 7, np.int32)
+    h = jnp.zeros((1, S, V), dtype).at[..., 7].set(jnp.asarray(sure, dtype))
+    targets = shifted_targets(tokens, np.ones(1, bool))
+    d_h = jax.grad(lambda h: head_loss(h, jnp.eye(V), targets, S - 1.0, 0.0, 4).total)(h)
+    logits = np.asarray(h[0, 0], np.float64)
+    softmax = np.exp(logits) / np.exp(logits).sum()
+    expected = (softmax - np.eye(V)[7]) / (S - 1)
+    assert 5e-5 < 1 - softmax[7] < 2e-4
+    np.testing.assert_allclose(np.asarray(d_h[0, 0], np.float64), expected, rtol=rounding)
+
+
 def test_no_array_holds_all_logits():
     h, head, tokens = inputs()
     targets = shifted_targets(tokens, np.ones(B, bool))
