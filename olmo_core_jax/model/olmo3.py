@@ -36,6 +36,11 @@ def norm(x: jax.Array, weight: nnx.Param, eps: float) -> jax.Array:
     return rms_norm(x, weight[...].astype(x.dtype), eps)
 
 
+def scanned(cfg: Model, opts: ModelOptions) -> bool:
+    """Whether cycles run in a loop: one alone does not."""
+    return opts.scan_layers and cfg.n_cycles > 1
+
+
 class Attention(nnx.Module):
     """Projections, QK-norm over the whole projected vector, rotary embedding, attention, output projection."""
 
@@ -112,14 +117,14 @@ class Cycle(nnx.Module):
     """One repetition of the layer pattern: layer_0 .. layer_{P-1}."""
 
     def __init__(self, cfg: Model, opts: ModelOptions, *, rngs: nnx.Rngs):
-        self.pattern, self.opts = tuple(cfg.pattern), opts
+        self.pattern, self.opts, self.scanned = tuple(cfg.pattern), opts, scanned(cfg, opts)
         for j, window in enumerate(self.pattern):
             setattr(self, f"layer_{j}", Layer(cfg, window, opts, rngs=rngs))
 
     def __call__(self, x_BSD: jax.Array, ropes: dict[bool, Rope]) -> jax.Array:
         opts = self.opts
         run = rematerialise(
-            Layer.__call__, opts.remat, scanned=opts.scan_layers, platform=opts.platform
+            Layer.__call__, opts.remat, scanned=self.scanned, platform=opts.platform
         )
         for j, window in enumerate(self.pattern):
             x_BSD = run(getattr(self, f"layer_{j}"), x_BSD, ropes[window == FULL])
@@ -153,7 +158,7 @@ class Olmo3(nnx.Module):
         """The head's input: [B, S, D] in the compute dtype, after the final norm."""
         x_BSD = self.embedded(tokens_BS)
         ropes = rope_tables(self.cfg, tokens_BS.shape[1])
-        if self.opts.scan_layers:
+        if scanned(self.cfg, self.opts):
             x_BSD, _ = jax.lax.scan(lambda x, cycle: (cycle(x, ropes), None), x_BSD, self.cycles)
         else:
             for c in range(self.cfg.n_cycles):
