@@ -166,8 +166,8 @@ def test_processes_alone_equal_one_process(alone, tmp_path):
 def test_the_mesh_shapes_of_the_launch_profiles_run(tmp_path, devices, mesh):
     """FSDP over as many pretended devices as a tpu7x-4x4x4 slice shows, and over 256; 2 real updates.
 
-    A tpu7x-4x8x8 slice shows 512. XLA's CPU client has 256 threads for what runs side by side, and with more devices than
-    that two gathers at once wait for each other for ever (jaxlib 0.10.2); that shape is only compiled, by TPU's own compiler.
+    A tpu7x-4x8x8 slice shows 512. There XLA's CPU client (jaxlib 0.10.2), which has 256 threads for what runs side by
+    side, ends with all of them waiting inside collectives; that shape is compiled by TPU's own compiler (docs/compile.md).
     """
     recipe = tiny.write_recipe(
         tmp_path / "recipe", 2, every=2, batch=512, schedule={"kind": "linear", "peak": 1e-3}
