@@ -81,7 +81,7 @@ FLAGS: dict[str, tuple[Flag, ...]] = {
 # Instances a device at once, the policy and the head's chunks: what docs/compile.md found for the 7B at 8192 tokens.
 _CHOICES: dict[str, dict] = {
     "TPU v5p": {"max_per_device_batch": 2, "remat": "mlp", "loss_chunks": 8},
-    "TPU v6e": {"max_per_device_batch": 1, "remat": "block", "loss_chunks": 8},
+    "TPU v6e": {"max_per_device_batch": 1, "remat": "mlp", "loss_chunks": 8},
     "TPU7x": {"max_per_device_batch": 4, "remat": "mlp", "loss_chunks": 8},
 }
 
