@@ -242,12 +242,13 @@ def trace(
     with opts.exact_matmuls():
         model, ropes = bind(params, cfg, opts), rope_tables(cfg, tokens_BS.shape[1])
         seen = {"embed": (x_BSD := model.embedded(tokens_BS))}
-        for i in range(cfg.n_layers):
-            c, j = divmod(i, len(cfg.pattern))
-            layer = getattr(model.cycle(c), f"layer_{j}")
-            parts = run(layer, x_BSD, ropes[cfg.pattern[j] == FULL])
-            seen |= {f"layers.{i}.{name}": part for name, part in parts.items()}
-            x_BSD = parts["out"]
+        for c in range(cfg.n_cycles):
+            cycle = model.cycle(c)  # copies its parameters: once a cycle, not once a layer
+            for j, window in enumerate(cfg.pattern):
+                parts = run(getattr(cycle, f"layer_{j}"), x_BSD, ropes[window == FULL])
+                i = c * len(cfg.pattern) + j
+                seen |= {f"layers.{i}.{name}": part for name, part in parts.items()}
+                x_BSD = parts["out"]
         seen["final_norm"] = norm(x_BSD, model.final_norm.weight, cfg.norm_eps)
         seen["logits"] = model.logits(seen["final_norm"])
     return seen
