@@ -23,6 +23,9 @@ def _backward(residuals, d_out):
     d_x = jnp.einsum("...o,oi->...i", d_out, weight.astype(d_out.dtype))
     # All leading axes are summed as they are: flattened, two that are split over devices could not stay so.
     leading = tuple(range(x.ndim - 1))
+    if d_out.dtype == jnp.float32:
+        # XLA's CPU products want it transposed: a plain copy is fast, but not one that computes d_out on the way.
+        d_out = jax.lax.optimization_barrier(d_out)
     d_weight = jnp.tensordot(d_out, x, (leading, leading), preferred_element_type=jnp.float32)
     return d_x, d_weight.astype(weight.dtype)
 

@@ -66,10 +66,11 @@ def head_loss(
 @partial(jax.custom_vjp, nondiff_argnums=(5, 6))
 def _head_loss(h_BSD, head_VD, labels_BS, keep_BS, scale, z_multiplier, chunks):
     head = head_VD.astype(h_BSD.dtype)
+    small = _logits_are_small(h_BSD, head)
 
     def chunk(sums, inputs):
         h, labels, keep = inputs
-        part = _chunk_sums(h, head, labels, keep)
+        part = _chunk_sums(h, head, labels, keep, small)
         return (sums[0] + part.ce, sums[1] + part.z), None
 
     (ce, z), _ = jax.lax.scan(chunk, (0.0, 0.0), _chunked(chunks, h_BSD, labels_BS, keep_BS))
@@ -79,11 +80,12 @@ def _head_loss(h_BSD, head_VD, labels_BS, keep_BS, scale, z_multiplier, chunks):
 def _forward(h_BSD, head_VD, labels_BS, keep_BS, scale, z_multiplier, chunks):
     head = head_VD.astype(h_BSD.dtype)
     gradients = _by_factors if h_BSD.dtype == jnp.float32 else _by_slope
+    small = _logits_are_small(h_BSD, head)
 
     def chunk(carry, inputs):
         ce_sum, z_sum, d_head_DV = carry
         h, labels, keep = inputs
-        part = _chunk_sums(h, head, labels, keep)
+        part = _chunk_sums(h, head, labels, keep, small)
         weight_BT1 = (keep * scale)[..., None]
         softmax_BT1 = weight_BT1 * ((1 + 2 * z_multiplier * part.lse_BT) / part.sum_BT)[..., None]
         d_h, d_head = gradients(h, head, labels, part.exp_BTV, softmax_BT1, weight_BT1)
@@ -144,8 +146,8 @@ def _chunked(chunks: int, *arrays):
 
 
 class _ChunkSums(NamedTuple):
-    """ce, z: sums over kept positions of CE and of logsumexp^2; exp_BTV: exp(logits - their maximum), f32,
-    computed once for the loss and its gradient; sum_BT: its sum; lse_BT: logsumexp."""
+    """ce, z: sums over kept positions of CE and of logsumexp^2; exp_BTV: exp(logits - a constant of each
+    position), f32, computed once for the loss and its gradient; sum_BT: its sum; lse_BT: logsumexp."""
 
     ce: jax.Array
     z: jax.Array
@@ -154,10 +156,32 @@ class _ChunkSums(NamedTuple):
     lse_BT: jax.Array
 
 
-def _chunk_sums(h_BTD, head_VD, labels_BT, keep_BT) -> _ChunkSums:
+def _logits_are_small(h_BSD, head_VD) -> jax.Array | None:
+    """Is every |logit| under 64, by Cauchy and Schwarz? Then neither exp(logit) nor its sum over the vocabulary
+    leaves fp32's normal numbers. None (not asked) in bf16: accelerators find the maximum on the way."""
+    if h_BSD.dtype != jnp.float32:
+        return None
+    longest = [jnp.max(jnp.sum(a * a, axis=-1)) for a in (h_BSD, head_VD)]
+    return longest[0] * longest[1] < 64.0**2
+
+
+def _subtrahend(logits_BTV, small) -> jax.Array:
+    """[B, T], subtracted before exp: the maximum; 0 where nothing can overflow, which saves a CPU a pass over the
+    logits. NaN is not small."""
+
+    def maximum():
+        return jnp.max(logits_BTV, axis=-1)
+
+    def zero():
+        return jnp.zeros_like(logits_BTV[..., 0])
+
+    return maximum() if small is None else jax.lax.cond(small, zero, maximum)
+
+
+def _chunk_sums(h_BTD, head_VD, labels_BT, keep_BT, small) -> _ChunkSums:
     logits = jnp.einsum("btd,vd->btv", h_BTD, head_VD, preferred_element_type=jnp.float32)
     at_label = jnp.take_along_axis(logits, labels_BT[..., None], axis=-1)[..., 0]
-    top_BT = jnp.max(logits, axis=-1)
+    top_BT = _subtrahend(logits, small)
     exp_BTV = jnp.exp(logits - top_BT[..., None])
     sum_BT = jnp.sum(exp_BTV, axis=-1)
     lse_BT = top_BT + jnp.log(sum_BT)

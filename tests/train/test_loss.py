@@ -91,6 +91,45 @@ def test_values_and_gradients_equal_autodiff_of_the_definition(chunks):
     assert not gradients[0][2].any(), "a masked instance moves nothing"
 
 
+@pytest.mark.parametrize("logit", [-200, -65, -63.9, 0, 63.9, 65, 200])
+def test_logits_of_any_size_neither_overflow_nor_vanish(logit):
+    """Every token is as likely as every other: CE is log V, however large the logits are."""
+    vocabulary = 100_352
+    h = jnp.zeros((1, 8, 4)).at[..., 0].set(logit)
+    head = jnp.zeros((vocabulary, 4)).at[:, 0].set(1)
+    targets = Targets(jnp.arange(8)[None], jnp.ones((1, 8), bool))
+
+    def ours(h, head):
+        out = head_loss(h, head, targets, 8.0, 1e-3, 2)
+        return out.total, out
+
+    (_, out), (_, d_head) = jax.value_and_grad(ours, (0, 1), has_aux=True)(h, head)
+    lse = logit + np.log(vocabulary)
+    assert float(out.ce) == pytest.approx(np.log(vocabulary), rel=3e-6)
+    assert float(out.z) == pytest.approx(1e-3 * lse**2, rel=3e-6)
+    row = logit * (1 + 2e-3 * lse) / vocabulary  # of a token that is nobody's target
+    np.testing.assert_allclose(d_head[8:, 0], row, rtol=1e-4)
+
+
+@pytest.mark.parametrize("size", [1, 12, 100])
+def test_large_and_small_logits_have_one_gradient(size):
+    """One of them is found without the logits' maximum, the others with it."""
+    h, head, tokens = inputs()
+    targets = shifted_targets(tokens, np.ones(B, bool))
+
+    def ours(h, head):
+        return head_loss(h * size, head, targets, 45.0, 1e-3, 4).total
+
+    def definition(h, head):
+        return plain(h * size, head, targets, 45.0, 1e-3)
+
+    value, gradients = jax.value_and_grad(ours, (0, 1))(h, head)
+    expected, expected_gradients = jax.value_and_grad(definition, (0, 1))(h, head)
+    assert float(value) == pytest.approx(float(expected), rel=1e-5)
+    for a, e in zip(gradients, expected_gradients, strict=True):
+        np.testing.assert_allclose(a, e, atol=1e-4 * np.abs(e).max())
+
+
 def test_only_the_total_is_differentiated():
     h, head, tokens = inputs()
     targets = shifted_targets(tokens, np.ones(B, bool))

@@ -5,6 +5,7 @@ import signal
 import socket
 from pathlib import Path
 
+import many_devices
 import pytest
 import tiny
 import yaml
@@ -161,14 +162,17 @@ def test_processes_alone_equal_one_process(alone, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "devices, mesh", [(128, {}), (256, {"replica": 2}), (256, {})], ids=["128", "2x128", "256"]
+    "devices, mesh",
+    [(128, {}), (256, {"replica": 2}), (512, {"replica": 2}), (512, {})],
+    ids=["128", "2x128", "2x256", "512"],
 )
 def test_the_mesh_shapes_of_the_launch_profiles_run(tmp_path, devices, mesh):
-    """FSDP over as many pretended devices as a tpu7x-4x4x4 slice shows, and over 256; 2 real updates.
-
-    A tpu7x-4x8x8 slice shows 512. There XLA's CPU client (jaxlib 0.10.2), which has 256 threads for what runs side by
-    side, ends with all of them waiting inside collectives; that shape is compiled by TPU's own compiler (docs/compile.md).
-    """
+    """FSDP over as many pretended devices as a tpu7x-4x4x4 (128) and a tpu7x-4x8x8 slice (512) show; 2 real updates."""
+    first = ""
+    if devices > 256:
+        if len(many_devices.offsets()) != 1:
+            pytest.skip("this jaxlib's cap of 256 threads stands elsewhere: see many_devices.py")
+        first = "import many_devices; many_devices.lift_the_cap()"
     recipe = tiny.write_recipe(
         tmp_path / "recipe", 2, every=2, batch=512, schedule={"kind": "linear", "peak": 1e-3}
     )
@@ -177,7 +181,7 @@ def test_the_mesh_shapes_of_the_launch_profiles_run(tmp_path, devices, mesh):
     raw["model"] |= {"d_model": 512, "n_heads": 2, "n_kv_heads": 2, "head_dim": 16}
     file.write_text(yaml.safe_dump(raw))
     out = run_python(
-        TRAIN,
+        first + TRAIN,
         *(recipe, str(tmp_path), json.dumps({"mesh": mesh}), "0"),
         devices=devices,
         flags="--xla_cpu_collective_call_terminate_timeout_seconds=3000",
