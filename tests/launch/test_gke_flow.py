@@ -63,8 +63,6 @@ def environment(url: str, credentials: Path, tmp_path: Path) -> dict[str, str]:
         "GOOGLE_APPLICATION_CREDENTIALS": str(credentials),
         "GOOGLE_AUTH_TOKEN_FOR_TESTING": planted("gcs"),
         "GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT": "false",
-        "JAX_COMPILATION_CACHE_DIR": str(tmp_path / "cache"),
-        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
     }
 
 

@@ -37,14 +37,6 @@ def prepared(tmp_path_factory):
     return path, folder
 
 
-@pytest.fixture(scope="module", autouse=True)
-def compile_once(tmp_path_factory):
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("JAX_COMPILATION_CACHE_DIR", str(tmp_path_factory.mktemp("cache")))
-        patch.setenv("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
-        yield
-
-
 def trainer_lab(tmp_path, recipe: Path, **gke) -> Lab:
     """A laboratory whose pods run `jobs/train` on a run root that is ready for it."""
     lab = Lab(tmp_path, translate=module_runner, grace_scale=0.1, **({"hosts": 2} | gke))
@@ -88,9 +80,16 @@ def undisturbed(prepared, tmp_path_factory):
         return losses(lab.root), batches(lab.root)
 
 
-def at_step(lab: Lab, step: int) -> None:
+def at_step(lab: Lab, step: int, attempt: int = 1) -> None:
+    """Waits for an update that this attempt, or a later one, has made: one that came before is no sign of life."""
     path = Path(lab.root, "stage1_train", "metrics", "metrics.jsonl")
-    lab.until(lambda: path.exists() and f'"step": {step},' in path.read_text(), 900)
+
+    def there() -> bool:
+        lines = path.read_text().split("\n")[:-1] if path.exists() else []
+        rows = (json.loads(line) for line in lines)
+        return any(row["step"] >= step and row["attempt"] >= attempt for row in rows)
+
+    lab.until(there, 900)
 
 
 @pytest.fixture(scope="module")
@@ -122,12 +121,12 @@ def test_preempted_suspended_crashed_and_still_the_same_bits(prepared, undisturb
         at_step(lab, 3)
         lab.cluster.disrupt(lab.running()[1], grace=60)
         lab.until(lambda: len(lab.leaders()) == 2, 300)
-        at_step(lab, 8)
+        at_step(lab, 8, attempt=2)
         lab.cluster.held = True
         lab.cluster.evict()
         lab.until(lambda: not lab.cluster.running_pods(), 300)
         lab.cluster.held = False
-        at_step(lab, 14)
+        at_step(lab, 14, attempt=3)
         lab.cluster.crash(lab.running()[0])
         controller.finish(1200)
         assert losses(lab.root) == undisturbed[0]
@@ -144,7 +143,7 @@ def test_preempted_suspended_admitted_on_another_shape_and_restarted(prepared, l
         at_step(lab, 3)
         lab.cluster.disrupt(lab.running()[1], grace=60)
         lab.until(lambda: len(lab.leaders()) == 2, 300)
-        at_step(lab, 7)
+        at_step(lab, 7, attempt=2)
         lab.cluster.held = True
         lab.cluster.evict()
         lab.until(lambda: not lab.cluster.running_pods(), 300)
@@ -156,7 +155,7 @@ def test_preempted_suspended_admitted_on_another_shape_and_restarted(prepared, l
         lab.until(lambda: any("in the queue" in text for text in lab.said), 60)
         assert not lab.cluster.running_pods()
         lab.cluster.held = False
-        at_step(lab, 15)
+        at_step(lab, 15, attempt=3)
         lab.cluster.crash(lab.running(hosts=1)[0])
         second.finish(1200)
         assert batches(lab.root) == local[1]
