@@ -1,24 +1,44 @@
 """One large GPU, unattended, under eight minutes: the 7B step at sequence 8192, and the attention kernels side by side.
 
-    python benchmarks/gpu.py [--minutes 8] [--layers 32]
+    python benchmarks/gpu.py [--minutes 8] [--hardware h200]
 
-Each part runs in a process of its own and prints as it ends, so that a part which does not fit costs nothing else. State is
-fp32 (88 GB for weights and both moments of 7B), compute bf16. Run with the extra `cuda`.
+State is fp32 (87.6 GB for the weights and both moments of 7B), compute bf16, one instance an update. First every
+rematerialisation policy is compiled for the described GPU, which needs none, so that only what fits is tried; then the
+surest one is measured, the kernels, and the faster policies. Each part runs in a process of its own and prints a line
+of JSON as it ends. Run with the extra `cuda`.
 """
 
 import argparse
 import json
+import os
 import subprocess
 import sys
 import time
 
+from olmo_core_jax.chips import GPU_MEMORY_SHARE
+
 SEQUENCE = 8192
-# What is tried for the step, in order of speed; the first that fits is measured.
-STEP_TRIES = (("selective", 1), ("attention_context", 1), ("block", 1))
+HEADS, WIDTH = 32, 128
+POLICIES = ("block", "attention_context", "mlp", "selective", "none")  # by memory, least first
+KERNELS = ("cudnn", "blockwise", "reference")
+UPDATES = 6
 
 
-def step(layers: int, remat: str, rows: int) -> dict:
-    """Tokens/s and MFU of the trainer's step."""
+def topology(remat: str) -> dict:
+    return {"platform": "cuda", "attention": "cudnn", "remat": remat, "loss_chunks": 8}
+
+
+def device() -> dict:
+    """The GPU that is here, and what JAX may use of it."""
+    import jax
+
+    found = jax.devices("cuda")[0]
+    limit = (found.memory_stats() or {}).get("bytes_limit", 0)
+    return {"device": found.device_kind, "usable_gib": round(limit / 2**30, 1)}
+
+
+def step(remat: str) -> dict:
+    """Tokens/s and MFU of the trainer's step: the median of all updates but the first."""
     import jax
     import numpy as np
 
@@ -26,50 +46,48 @@ def step(layers: int, remat: str, rows: int) -> dict:
     from olmo_core_jax.data.batch import Batch
     from olmo_core_jax.model.olmo3 import init_params
     from olmo_core_jax.topology import Topology
+    from olmo_core_jax.train.compile import with_batch
     from olmo_core_jax.train.flops import training_flops
     from olmo_core_jax.train.step import init_state, make_train_step
 
-    recipe = recipes.load_recipe("olmo3_7b")
-    model = recipe.model.model_copy(update={"n_layers": layers})
-    stage = recipe.stage1.model_copy(update={"batch_tokens": rows * SEQUENCE})
-    topology = Topology(platform="cuda", attention="cudnn", remat=remat, loss_chunks=8)
+    recipe = with_batch(recipes.load_recipe("olmo3_7b"), "stage1", 1)
+    model, stage = recipe.model, recipe.stage1
     state = jax.jit(lambda: init_state(init_params(model, 0), stage, recipe.precision))()
-    run = make_train_step(model, stage, recipe.precision, topology)
-    tokens = np.random.default_rng(0).integers(
-        0, model.vocab_size, (rows, SEQUENCE), dtype=np.int32
-    )
-    batch = Batch(tokens, np.ones(rows, bool))
+    run = make_train_step(model, stage, recipe.precision, Topology(**topology(remat)))
+    draw = np.random.default_rng(0).integers
+    batch = Batch(draw(model.vocab_size, size=(1, SEQUENCE), dtype=np.int32), np.ones(1, bool))
     seconds = []
-    for _ in range(6):
+    for _ in range(UPDATES):
         began = time.perf_counter()
         state, metrics = run(state, batch, np.float32(1e-4))
         jax.block_until_ready((state, metrics))
         seconds.append(time.perf_counter() - began)
-    rate = rows * SEQUENCE / sorted(seconds[1:])[len(seconds) // 2 - 1]
-    kind = jax.devices()[0].device_kind
-    peak = chips.peak_flops(kind)
-    memory = jax.devices()[0].memory_stats() or {}
+    rate = SEQUENCE / float(np.median(seconds[1:]))
+    found = jax.devices()[0]
+    peak = chips.peak_flops(found.device_kind)
+    memory = found.memory_stats() or {}
     return {
-        "device": kind,
-        "layers": layers,
         "remat": remat,
-        "first_step_s": round(seconds[0], 1),
+        "first_update_s": round(seconds[0], 1),
         "tokens_per_s": round(rate),
         "mfu": round(rate * training_flops(model, SEQUENCE) / peak, 3) if peak else "unknown",
-        "peak_memory_gib": round(memory.get("peak_bytes_in_use", 0) / 2**30, 1),
+        "peak_gib": round(memory.get("peak_bytes_in_use", 0) / 2**30, 1),
         "ce_loss": float(metrics.ce_loss),
     }
 
 
 def attention(kernel: str, window: int) -> dict:
-    """Milliseconds of forward and backward of one layer's attention, bf16, 32 heads of 128."""
+    """Milliseconds of forward and backward of one layer's attention, bf16."""
     import jax
     import jax.numpy as jnp
 
     from olmo_core_jax.model.attention import attend
 
-    keys = jax.random.split(jax.random.key(0), 3)
-    q, k, v = (jax.random.normal(key, (1, SEQUENCE, 32, 128), jnp.bfloat16) for key in keys)
+    shape = (1, SEQUENCE, HEADS, WIDTH)
+    q, k, v = (
+        jax.random.normal(key, shape, jnp.bfloat16)
+        for key in jax.random.split(jax.random.key(0), 3)
+    )
 
     def loss(q, k, v):
         return jnp.sum(attend(q, k, v, window=window, kernel=kernel).astype(jnp.float32) ** 2)
@@ -83,50 +101,78 @@ def attention(kernel: str, window: int) -> dict:
     return {"kernel": kernel, "window": window, "ms": round((time.perf_counter() - began) * 100, 2)}
 
 
+PARTS = {"device": device, "step": step, "attention": attention}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
     parser.add_argument("--minutes", type=float, default=8.0)
-    parser.add_argument("--layers", type=int, default=32)
+    parser.add_argument("--hardware", default="h200", help="the shape that it is one GPU of")
     parser.add_argument("--one", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.one:
         name, *rest = json.loads(args.one)
-        print(json.dumps({"step": step, "attention": attention}[name](*rest)))
+        print(json.dumps(PARTS[name](*rest)))
         return
     deadline = time.monotonic() + args.minutes * 60
-    for kernel in ("cudnn", "reference"):
+    here = _measure(["device"], deadline)
+    fitting = [p for p in POLICIES if _fits(p, args.hardware, deadline)]
+    if not here:
+        sys.exit("no GPU that JAX can use: nothing was measured")
+    surest, faster = fitting[:1], fitting[1:]
+    for remat in surest:
+        _measure(["step", remat], deadline)
+    for kernel in KERNELS:
         for window in (4096, -1):
-            _part(["attention", kernel, window], deadline)
-    for remat, rows in STEP_TRIES:
-        if _part(["step", args.layers, remat, rows], deadline):
-            break
+            _measure(["attention", kernel, window], deadline)
+    for remat in reversed(faster):
+        _measure(["step", remat], deadline)
 
 
-def _part(call: list, deadline: float) -> bool:
-    """Runs one measurement; says why it failed instead of failing the rest."""
+def _fits(remat: str, hardware: str, deadline: float) -> bool:
+    """Whether XLA says so. Where it cannot say, the policy is tried."""
+    command = [sys.executable, "-m", "olmo_core_jax.cli", "compile", "--recipe", "olmo3_7b"]
+    command += ["--hardware", hardware, "--devices", "1", "--batch-instances", "1", "--json"]
+    output = _run([*command, "--topology", json.dumps(topology(remat))], remat, deadline)
+    if output is None:
+        return True
+    report = json.loads(output)
+    peak, usable = report["peak_gib"], report["hbm_gib"]
+    again = report["recomputation"]
+    line = {"remat": remat, "predicted_peak_gib": round(peak, 1), "of": round(usable, 1)}
+    print(json.dumps(line | {"recomputation": round(again, 3)}), flush=True)
+    return peak <= usable
+
+
+def _measure(call: list, deadline: float) -> bool:
+    """Runs one part and prints its line; False where it failed."""
+    output = _run([sys.executable, __file__, "--one", json.dumps(call)], call, deadline)
+    if output is not None:
+        print(output.splitlines()[-1], flush=True)
+    return output is not None
+
+
+def _run(command: list[str], name, deadline: float) -> str | None:
+    """A process's output; None, with the reason printed, where it failed: the rest goes on."""
     left = deadline - time.monotonic()
     if left < 20:
-        print(f"{call}: no time left", flush=True)
-        return False
+        print(f"{name}: no time left", flush=True)
+        return None
+    env = os.environ | {"XLA_CLIENT_MEM_FRACTION": str(GPU_MEMORY_SHARE)}
     try:
         run = subprocess.run(
-            [sys.executable, __file__, "--one", json.dumps(call)],
-            capture_output=True,
-            text=True,
-            timeout=left,
-            check=False,
+            command, capture_output=True, text=True, timeout=left, check=False, env=env
         )
     except subprocess.TimeoutExpired:
-        print(f"{call}: still running when the time was over", flush=True)
-        return False
+        print(f"{name}: still running when the time was over", flush=True)
+        return None
     if run.returncode:
         lines = run.stderr.strip().splitlines() or ["no message"]
-        print(f"{call}: failed: {lines[-1][:300]}", flush=True)
-        return False
-    print(run.stdout.splitlines()[-1], flush=True)
-    return True
+        print(f"{name}: failed: {lines[-1][:300]}", flush=True)
+        return None
+    return run.stdout
 
 
 if __name__ == "__main__":

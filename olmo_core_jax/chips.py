@@ -28,6 +28,9 @@ class Chip:
         return self.memory_gib / self.devices
 
 
+# The share of a GPU's memory that JAX takes when it starts; JAX's own default is 0.75. CUDA and its libraries need a part.
+GPU_MEMORY_SHARE = 0.95
+
 _TPU = "cloud.google.com/tpu/docs/"
 _NVIDIA = "NVIDIA data sheet"
 

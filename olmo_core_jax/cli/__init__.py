@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from olmo_core_jax.cli import checkpoints, data
-from olmo_core_jax.errors import JobError, UserError
+from olmo_core_jax.errors import JobError
 from olmo_core_jax.launch import commands
 
 app = typer.Typer(
@@ -94,7 +94,7 @@ def plan(
 @app.command(name="compile")
 def compile_ahead(
     recipe: RecipeName,
-    hardware: Annotated[str, typer.Option(help="a TPU shape, such as tpu7x-4x4x4 or v5p-256")],
+    hardware: Annotated[str, typer.Option(help="a TPU or GPU shape, such as tpu7x-4x4x4 or h200")],
     stage: StageName = "stage1",
     topology: Annotated[
         str | None, typer.Option(help="YAML file or inline JSON over the shape's defaults")
@@ -103,9 +103,12 @@ def compile_ahead(
         int | None,
         typer.Option("--batch-instances", help="instances an update, instead of the recipe's"),
     ] = None,
+    devices: Annotated[
+        int | None, typer.Option(help="so many GPUs of the shape, instead of all of one node")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json")] = False,
 ) -> None:
-    """Compile the real step for a TPU topology on any machine: memory, FLOPs, collectives, does it fit."""
+    """Compile the real step for TPUs or GPUs on any machine: memory, FLOPs, collectives, does it fit."""
     from dataclasses import asdict
 
     from olmo_core_jax.launch import hardware as shapes
@@ -122,12 +125,8 @@ def compile_ahead(
     loaded = load_recipe(recipe)
     if batch_instances:
         loaded = ahead.with_batch(loaded, stage, batch_instances)
-    if shape.chip is None:
-        raise UserError(
-            f"--hardware {hardware} has no accelerator to compile for; name a TPU shape"
-        )
-    name = f"{shape.name.partition('-')[0]}:{shape.topology}"
-    report = ahead.compile_for(loaded, stage, chosen, name, shape.chip.memory_per_device_gib)
+    chosen = chosen.model_copy(update={"platform": shape.platform})
+    report = ahead.compile_for(loaded, stage, chosen, *shape.described(devices))
     show(asdict(report), True) if as_json else show(ahead.describe(report), False)
 
 

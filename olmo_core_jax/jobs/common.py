@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from olmo_core_jax import recipes, storage
+from olmo_core_jax.chips import GPU_MEMORY_SHARE
 from olmo_core_jax.errors import CRASH, OK, PREEMPTED, JobError, UserError
 from olmo_core_jax.jobs import lock, maintenance
 from olmo_core_jax.recipes import Recipe
@@ -191,6 +192,8 @@ def _prepare_backend(topology: Topology) -> None:
         os.environ["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), *flags]).strip()
     if topology.libtpu_flags:
         os.environ["LIBTPU_INIT_ARGS"] = " ".join(topology.libtpu_flags)
+    if topology.platform == "cuda" and "XLA_PYTHON_CLIENT_MEM_FRACTION" not in os.environ:
+        os.environ.setdefault("XLA_CLIENT_MEM_FRACTION", str(GPU_MEMORY_SHARE))
     if topology.platform:
         os.environ["JAX_PLATFORMS"] = topology.platform
 

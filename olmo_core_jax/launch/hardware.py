@@ -50,6 +50,28 @@ class Shape:
     def multi_host(self) -> bool:
         return self.hosts > 1
 
+    def described(self, devices: int | None = None) -> tuple[Chip, str]:
+        """The chip, and where JAX's compilers are to imagine it: `v5p:4x4x8`, or GPUs as slices x nodes x GPUs a node.
+
+        devices: so many GPUs of one node. Raises UserError for a shape that has no accelerator or not so many.
+        """
+        if self.chip is None:
+            raise UserError(
+                f"{self.name} has no accelerator to compile for; name a TPU or GPU shape"
+            )
+        if self.topology:
+            if devices not in (None, self.devices):
+                raise UserError(
+                    f"{self.name} is a slice of {self.devices} devices, not {devices}: name another topology"
+                )
+            return self.chip, f"{self.name.partition('-')[0]}:{self.topology}"
+        if devices is not None and not 0 < devices <= self.chips_per_host:
+            raise UserError(
+                f"a node of {self.name} has 1 to {self.chips_per_host} GPUs, not {devices}"
+            )
+        hosts, gpus = (self.hosts, self.chips_per_host) if devices is None else (1, devices)
+        return self.chip, f"1x{hosts}x{gpus}"
+
 
 @dataclass(frozen=True)
 class _Family:

@@ -1,4 +1,4 @@
-"""What each TPU generation is started with: topology defaults, and compiler flags with a reason each.
+"""What each TPU generation and GPU is started with: topology defaults, and compiler flags with a reason each.
 
 A launch profile may override any of it. None of it may change the recipe's numbers beyond rounding.
 """
@@ -83,16 +83,26 @@ _CHOICES: dict[str, dict] = {
     "TPU v5p": {"max_per_device_batch": 2, "remat": "mlp", "loss_chunks": 8},
     "TPU v6e": {"max_per_device_batch": 1, "remat": "mlp", "loss_chunks": 8},
     "TPU7x": {"max_per_device_batch": 4, "remat": "mlp", "loss_chunks": 8},
+    "A100 40GB": {"max_per_device_batch": 1, "remat": "attention_context", "loss_chunks": 8},
+    "A100 80GB": {"max_per_device_batch": 1, "remat": "none", "loss_chunks": 8},
+    "H100 SXM": {"max_per_device_batch": 1, "remat": "none", "loss_chunks": 8},
+    "H200": {"max_per_device_batch": 2, "remat": "none", "loss_chunks": 8},
+    "B200": {"max_per_device_batch": 4, "remat": "none", "loss_chunks": 8},
+    "L4": {
+        "max_per_device_batch": 1,
+        "remat": "block",
+        "loss_chunks": 8,
+    },  # too small for the 7B on one node
 }
 
 
 def default_topology(shape_name: str) -> Topology:
     """The topology that a shape is used with unless a profile says otherwise. Raises UserError for unknown shapes."""
     shape = hardware.shape(shape_name)
-    if shape.platform != "tpu" or shape.chip is None:
+    if shape.chip is None:
         return Topology.model_validate({"platform": shape.platform})
-    flags = [str(f) for f in FLAGS[shape.chip.name]]
-    return Topology.model_validate(
-        {"platform": "tpu", "attention": "splash", "libtpu_flags": flags}
-        | _CHOICES[shape.chip.name]
-    )
+    chosen = {"platform": shape.platform} | _CHOICES[shape.chip.name]
+    if shape.platform == "tpu":
+        flags = [str(f) for f in FLAGS[shape.chip.name]]
+        chosen |= {"attention": "splash", "libtpu_flags": flags}
+    return Topology.model_validate(chosen)

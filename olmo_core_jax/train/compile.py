@@ -1,6 +1,7 @@
-"""The real training step compiled for a described TPU topology, on a machine that has none. libtpu is the compiler.
+"""The real training step compiled for a described TPU topology or GPU, on a machine that has none.
 
-What comes out is what XLA decided: memory a device, matrix FLOPs with recomputation, bytes that collectives move.
+The compiler is libtpu, or XLA's CUDA plugin. What comes out is what it decided: memory a device, matrix FLOPs with
+recomputation, bytes that collectives move.
 """
 
 import math
@@ -10,11 +11,13 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from olmo_core_jax.chips import GPU_MEMORY_SHARE, Chip
 from olmo_core_jax.errors import UserError
 from olmo_core_jax.recipes.schema import Checkpoints, Linear, Recipe
 from olmo_core_jax.topology import Topology
 from olmo_core_jax.train import hlo
 from olmo_core_jax.train.flops import attention_flops, matrix_parameters
+from olmo_core_jax.train.gpu_target import target_of
 
 GIB = 2**30
 
@@ -55,13 +58,18 @@ class CompileReport:
 
 
 def prepare(topology: Topology, dump: str) -> None:
-    """The environment of a machine that compiles for TPUs but has none. Call it before JAX is imported.
+    """The environment of a machine that compiles for accelerators but has none. Call it before JAX is imported.
 
     dump: an empty folder. XLA writes the optimised program there: `compiled.as_text()` fails on the asynchronous
     operations of large TPU programs (libtpu 0.0.52).
     """
+    flags = [f"--xla_dump_to={dump}", "--xla_dump_hlo_as_text", *topology.xla_flags]
+    if topology.platform == "cuda":
+        # Where no device says what it has, XLA takes four fifths of its memory for all there is, and computes again
+        # what it believes not to fit.
+        flags.append(f"--xla_gpu_memory_limit_slop_factor={GPU_MEMORY_SHARE / 0.8:.0%}".rstrip("%"))
     os.environ.update(
-        XLA_FLAGS=f"--xla_dump_to={dump} --xla_dump_hlo_as_text",
+        XLA_FLAGS=" ".join(flags),
         JAX_PLATFORMS="cpu",
         TPU_SKIP_MDS_QUERY="1",
         TPU_ACCELERATOR_TYPE="v5p-8",
@@ -86,25 +94,43 @@ def with_batch(recipe: Recipe, stage_name: str, instances: int) -> Recipe:
     return recipe.model_copy(update={stage_name: section.model_copy(update=changes)})
 
 
-def describe_devices(name: str):
-    """Device descriptions of a topology such as `v5p:4x4x8`. Raises UserError where libtpu is missing or refuses."""
+def describe_devices(chip: Chip, platform: str | None, where: str):
+    """Descriptions of a TPU topology's devices (`v5p:4x4x8`) or of GPUs (`1x1x8`: slices, nodes, GPUs a node).
+
+    Raises UserError where the compiler is missing or refuses.
+    """
     from jax.experimental import topologies
 
+    if platform == "cuda":
+        extra, options = "cuda", {"target_config": target_of(chip).text(), "topology": where}
+    else:
+        extra, options = "tpu", {"topology_name": where}
     try:
-        return topologies.get_topology_desc(platform="tpu", topology_name=name).devices
+        return topologies.get_topology_desc(platform=extra, **options).devices
     except Exception as e:
         raise UserError(
-            f"libtpu cannot describe {name} ({str(e).splitlines()[0]}); is it installed? pip install 'olmo-core-jax[tpu]'"
+            f"no compiler for {chip.name} {where} ({str(e).splitlines()[0]}); is it installed? "
+            f"pip install 'olmo-core-jax[{extra}]'"
         ) from None
 
 
+def usable_gib(chip: Chip, platform: str | None) -> float:
+    """Memory that JAX has on one device, GiB: all of a TPU's, a share of a GPU's."""
+    if platform == "cuda":
+        return target_of(chip).memory * GPU_MEMORY_SHARE / GIB
+    return chip.memory_per_device_gib
+
+
 def compile_for(
-    recipe: Recipe, stage: str, topology: Topology, name: str, hbm_gib: float
+    recipe: Recipe, stage: str, topology: Topology, chip: Chip, where: str
 ) -> CompileReport:
-    """compile_stage on a topology such as `v5p:4x4x8`, environment included: for a process that has not used JAX yet."""
+    """compile_stage on devices that are only described (`describe_devices`), environment included: for a process that has
+    not used JAX yet."""
     with tempfile.TemporaryDirectory(prefix="olmo-compile-") as dump:
         prepare(topology, dump)
-        return compile_stage(recipe, stage, topology, describe_devices(name), hbm_gib, dump)
+        devices = describe_devices(chip, topology.platform, where)
+        hbm_gib = usable_gib(chip, topology.platform)
+        return compile_stage(recipe, stage, topology, devices, hbm_gib, dump)
 
 
 def compile_stage(
@@ -155,9 +181,9 @@ def compile_stage(
 
 def _program(dump: str) -> str:
     """The optimised program's text, of the step and not of a helper that was compiled beside it."""
-    texts = sorted(Path(dump).glob("*train_step*.after_optimizations.txt"))
+    texts = sorted(Path(dump).glob("*train_step*[._]after_optimizations.txt"))
     if not texts:
-        raise UserError(f"XLA left no optimised program in {dump}: this libtpu dumps differently")
+        raise UserError(f"XLA left no optimised program in {dump}: this version dumps differently")
     return texts[-1].read_text()
 
 

@@ -136,6 +136,12 @@ def test_preempted_suspended_crashed_and_still_the_same_bits(prepared, undisturb
         assert lab.cluster.jobset()["status"]["restartsCountTowardsMax"] == 1
 
 
+def queued_hosts(lab) -> int | None:
+    """Hosts that the JobSet asks for; None while there is none."""
+    jobset = lab.cluster.jobset()
+    return jobset and jobset["spec"]["replicatedJobs"][0]["template"]["spec"]["parallelism"]
+
+
 def test_preempted_suspended_admitted_on_another_shape_and_restarted(prepared, local, tmp_path):
     """From two hosts to one while Kueue holds it back; the local run's results within rounding."""
     with trainer_lab(tmp_path, prepared[0]) as lab:
@@ -152,7 +158,7 @@ def test_preempted_suspended_admitted_on_another_shape_and_restarted(prepared, l
         lab.kill.clear()
         moved = lab.profile.gke.model_copy(update={"hosts": 1})
         second = lab.start(lab.launcher(lab.profile.model_copy(update={"gke": moved})))
-        lab.until(lambda: any("in the queue" in text for text in lab.said), 60)
+        lab.until(lambda: queued_hosts(lab) == 1, 60)  # the first JobSet is gone
         assert not lab.cluster.running_pods()
         lab.cluster.held = False
         at_step(lab, 15, attempt=3)

@@ -77,6 +77,27 @@ def test_hosts_of_gpu_and_cpu_shapes():
         shape("tpu7x-4x4x4", hosts=3)
 
 
+def test_where_compilers_imagine_a_shape():
+    assert shape("v5p-256").described()[1] == "v5p:4x4x8"
+    assert shape("h200").described()[1] == "1x1x8"
+    assert shape("h200").described(1)[1] == "1x1x1"
+    assert shape("h100", hosts=4).described()[1] == "1x4x8"
+
+
+@pytest.mark.parametrize(
+    ("name", "devices", "said"),
+    [
+        ("e2-standard-4", None, "no accelerator"),
+        ("h200", 9, "1 to 8 GPUs, not 9"),
+        ("h200", 0, "1 to 8 GPUs, not 0"),
+        ("v5p-256", 3, "128 devices, not 3"),
+    ],
+)
+def test_what_cannot_be_compiled_for_is_refused(name, devices, said):
+    with pytest.raises(UserError, match=said):
+        shape(name).described(devices)
+
+
 # Dense bf16 TFLOP/s of one JAX device by jax's own device_kind.
 PEAKS = {
     "TPU v4": 275, "TPU v5 lite": 197, "TPU v5": 459, "TPU v5p": 459, "TPU v6 lite": 918, "TPU7x": 1153.5,
