@@ -4,7 +4,7 @@ VENV   ?= .venv
 BIN     = $(VENV)/bin
 PIP     = $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: help reproduce resume ui test test-all reference lint types format bench bench-convert compile-check clean
+.PHONY: help reproduce resume ui test test-all reference lint types format bench bench-convert compile-check compile-check-gpu clean
 
 help:                ## this list
 	@grep -E '^[a-z-]+: .*##|^[a-z-]+:  *##' $(MAKEFILE_LIST) | sed -E 's/:.*##/\t/' | expand -t 18
@@ -49,6 +49,10 @@ compile-check: $(VENV)/installed-tests  ## compile the 7B step for TPU topologie
 	$(PIP) -e '.[tpu]'
 	$(BIN)/olmo-jax compile --recipe olmo3_7b --hardware v5p-256
 	$(BIN)/olmo-jax compile --recipe olmo3_7b --hardware tpu7x-4x4x4
+
+compile-check-gpu: $(VENV)/installed-tests  ## compile the 7B step for NVIDIA GPUs (adds 5 GB of CUDA; a minute)
+	$(PIP) -e '.[cuda]'
+	$(BIN)/python -m pytest -m "" tests/train/test_compile.py
 
 clean:               ## remove the virtual environment; runs stay
 	rm -rf $(VENV)
