@@ -165,6 +165,23 @@ def test_cudnn_refuses_float32():
         cudnn(q, k, v, window=FULL)
 
 
+@pytest.mark.parametrize("window", [FULL, 1, 7, 40])
+def test_cudnn_is_asked_for_our_mask(monkeypatch, window):
+    """The same call, carried out by JAX's own definition of it: there is no GPU here."""
+    ask = jax.nn.dot_product_attention
+
+    def by_definition(*inputs, implementation, **options):
+        assert implementation == "cudnn"
+        return ask(*inputs, implementation="xla", **options)
+
+    monkeypatch.setattr(jax.nn, "dot_product_attention", by_definition)
+    (q, k, v), _ = qkv(40, G=2, dtype=jnp.bfloat16)
+    expected = reference(q, k, v, window=window).astype(jnp.float32)
+    np.testing.assert_allclose(
+        cudnn(q, k, v, window=window).astype(jnp.float32), expected, atol=2e-2
+    )
+
+
 def test_unknown_kernel_is_named():
     (q, k, v), _ = qkv(16)
     with pytest.raises(UserError, match=r"attention 'flash' is unknown.*blockwise"):
