@@ -37,6 +37,9 @@ class Reproduce(FlowSpec):
     def start(self):
         """Fix what runs and where its results go; later steps and resumed runs use these, never the run's id."""
         plan = flow_entry.plan(self.recipe, self.output, current.run_id)
+        flow_entry.require(
+            "stage2" in plan.stages, f"{plan.name} has no stage 2: train it with olmo-jax train"
+        )
         self.recipe_file, self.run_root, self.landmarks = plan.recipe, plan.run_root, plan.landmarks
         print(f"recipe {plan.name}, run root {self.run_root}")
         self.next(self.convert_weights)

@@ -11,6 +11,8 @@
 """
 
 OK, CRASH, USER_ERROR, PREEMPTED, LOCKED, DIVERGED = 0, 1, 2, 42, 43, 44
+FINAL = (USER_ERROR, LOCKED, DIVERGED)
+"""What no new start can help."""
 
 
 class JobError(Exception):

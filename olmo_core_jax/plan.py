@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from olmo_core_jax.errors import UserError
 from olmo_core_jax.launch import hardware
 from olmo_core_jax.optim.schedules import check_schedule, joins, learning_rate
-from olmo_core_jax.recipes.schema import TRAINING_STAGES, Recipe, Stage
+from olmo_core_jax.recipes.schema import Recipe, Stage
 from olmo_core_jax.train.flops import training_flops
 
 BYTES = {"float32": 4, "bfloat16": 2}
@@ -42,9 +42,7 @@ def plan(
     if not 0 < mfu <= 1:
         raise UserError(f"--mfu {mfu}: a fraction between 0 and 1 is meant, such as 0.4")
     return [
-        _plan_stage(recipe, name, stage, shape, mfu, price)
-        for name in TRAINING_STAGES
-        if (stage := getattr(recipe, name)) is not None
+        _plan_stage(recipe, name, recipe.stage(name), shape, mfu, price) for name in recipe.stages()
     ]
 
 

@@ -12,7 +12,7 @@ from itertools import pairwise
 from olmo_core_jax.errors import UserError
 from olmo_core_jax.launch import hardware
 from olmo_core_jax.plan import GIB
-from olmo_core_jax.recipes.schema import TRAINING_STAGES, Recipe
+from olmo_core_jax.recipes.schema import Recipe
 from olmo_core_jax.train.flops import training_flops
 
 STATE_BYTES = 12  # a native checkpoint: weights and both moments in fp32
@@ -51,9 +51,7 @@ def _parse(text: str, recipe: Recipe) -> Window:
     found = re.fullmatch(r"(?:(\w+)/)?(\d+):(\d+)", text)
     if found is None:
         raise UserError(f"window {text!r}: write [STAGE/]N:K, such as stage1/380:20")
-    window = Window(found[1] or TRAINING_STAGES[0], int(found[2]), int(found[3]))
-    if window.stage not in TRAINING_STAGES or getattr(recipe, window.stage) is None:
-        raise UserError(f"window {text}: recipe {recipe.name} has no stage {window.stage}")
+    window = Window(found[1] or recipe.stages()[0], int(found[2]), int(found[3]))
     end = recipe.stage(window.stage).last_step
     if not window.updates or window.last > end:
         raise UserError(f"window {text}: {window.stage} has updates 1 to {end}")
@@ -63,9 +61,9 @@ def _parse(text: str, recipe: Recipe) -> Window:
 def all_windows(recipe: Recipe) -> list[Window]:
     """Every stretch between two neighbouring native checkpoints that a recipe's reference names."""
     windows = []
-    for name in TRAINING_STAGES:
-        stage = getattr(recipe, name)
-        steps = sorted(stage.reference.native) if stage and stage.reference else []
+    for name in recipe.stages():
+        reference = recipe.stage(name).reference
+        steps = sorted(reference.native) if reference else []
         windows += [Window(name, a, b - a) for a, b in pairwise(steps)]
     return windows
 

@@ -31,9 +31,9 @@ def _add_job(verb: str, text: str) -> None:
 
     def run(context: typer.Context) -> None:
         module = importlib.import_module(f"olmo_core_jax.jobs.{verb.replace('-', '_')}")
-        from olmo_core_jax.jobs.common import main as run_job
+        from olmo_core_jax.jobs import common
 
-        raise typer.Exit(run_job(module.JOB, context.args))
+        common.leave(common.main(module.JOB, context.args))
 
     settings = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
     app.command(verb, help=text, context_settings=settings)(run)

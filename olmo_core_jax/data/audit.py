@@ -75,8 +75,8 @@ def audit(run_root: str) -> list[Audit]:
     recipe = recipes.load_recipe(storage.join(run_root, "recipe.yaml"))
     return [
         audit_stage(run_root, stage, recipe.stage(stage))
-        for stage in schema.TRAINING_STAGES
-        if getattr(recipe, stage) is not None and storage.exists(log_uri(run_root, stage))
+        for stage in recipe.stages()
+        if storage.exists(log_uri(run_root, stage))
     ]
 
 

@@ -1,13 +1,11 @@
 """Job: index and order of every training stage's data. Writes build_index/<stage>/."""
 
 import logging
-import sys
 
 from olmo_core_jax import storage
 from olmo_core_jax.data.mix import read_mix
 from olmo_core_jax.data.stage_data import build_stage_data
-from olmo_core_jax.jobs.common import Context, Job, Outcome, main
-from olmo_core_jax.recipes import schema
+from olmo_core_jax.jobs.common import Context, Job, Outcome, leave, main
 from olmo_core_jax.results import digest_of
 from olmo_core_jax.topology import process_id
 
@@ -16,13 +14,8 @@ log = logging.getLogger("olmo")
 FOLDER = "build_index"
 
 
-def stages(recipe: schema.Recipe) -> list[str]:
-    """The training stages that the recipe has."""
-    return [name for name in schema.TRAINING_STAGES if getattr(recipe, name) is not None]
-
-
 def inputs(context: Context) -> dict[str, str]:
-    mixes = {name: context.recipe.stage(name).data.mix for name in stages(context.recipe)}
+    mixes = {name: context.recipe.stage(name).data.mix for name in context.recipe.stages()}
     return {f"{name}_mix": digest_of(read_mix(mix)) for name, mix in mixes.items()}
 
 
@@ -30,7 +23,7 @@ def work(context: Context) -> Outcome:
     outcome = Outcome()
     if process_id(context.topology) != 0:
         return outcome
-    for name in stages(context.recipe):
+    for name in context.recipe.stages():
         folder = context.path(name)
         index, order = build_stage_data(folder, context.recipe, name)
         epochs, _ = order.locate(context.recipe.stage(name).last_step)
@@ -61,4 +54,4 @@ def work(context: Context) -> Outcome:
 JOB = Job("build_index", lambda args: FOLDER, inputs, work)
 
 if __name__ == "__main__":
-    sys.exit(main(JOB))
+    leave(main(JOB))

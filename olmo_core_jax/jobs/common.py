@@ -13,6 +13,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import NoReturn
 
 from olmo_core_jax import recipes, storage
 from olmo_core_jax.chips import GPU_MEMORY_SHARE
@@ -110,6 +111,13 @@ def _log_to_stdout() -> None:
         logging.getLogger(noisy).setLevel(logging.WARNING)
 
 
+def leave(code: int) -> NoReturn:
+    """Ends the process at once: after a failed save, threads of Orbax wait for minutes for what will not come."""
+    logging.shutdown()
+    sys.stdout.flush()
+    os._exit(code)
+
+
 def run(job: Job, args: argparse.Namespace, stop: StopRequest) -> int:
     """The common order of every job. Raises JobError for foreseen endings."""
     recipe = recipes.load_recipe(args.recipe)
@@ -191,7 +199,8 @@ def _prepare_backend(topology: Topology) -> None:
     if flags:
         os.environ["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), *flags]).strip()
     if topology.libtpu_flags:
-        os.environ["LIBTPU_INIT_ARGS"] = " ".join(topology.libtpu_flags)
+        known = os.environ.get("LIBTPU_INIT_ARGS", "")
+        os.environ["LIBTPU_INIT_ARGS"] = " ".join([known, *topology.libtpu_flags]).strip()
     if topology.platform == "cuda" and "XLA_PYTHON_CLIENT_MEM_FRACTION" not in os.environ:
         os.environ.setdefault("XLA_CLIENT_MEM_FRACTION", str(GPU_MEMORY_SHARE))
     if topology.platform:

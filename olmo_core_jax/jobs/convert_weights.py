@@ -3,7 +3,6 @@ convert_weights/checkpoints/0.
 """
 
 import logging
-import sys
 
 import numpy as np
 
@@ -11,7 +10,7 @@ from olmo_core_jax import recipes, storage
 from olmo_core_jax.convert import download, hf
 from olmo_core_jax.convert.names import leaves
 from olmo_core_jax.errors import UserError
-from olmo_core_jax.jobs.common import Context, Job, Outcome, main
+from olmo_core_jax.jobs.common import Context, Job, Outcome, leave, main
 from olmo_core_jax.results import digest_of, file_digest
 from olmo_core_jax.topology import process_id
 
@@ -136,4 +135,4 @@ def _meta(context: Context, source: dict) -> dict:
 JOB = Job("convert_weights", lambda args: FOLDER, inputs, work)
 
 if __name__ == "__main__":
-    sys.exit(main(JOB))
+    leave(main(JOB))

@@ -6,14 +6,13 @@ what is under the run root, by the flow or by `olmo-jax report`.
 
 import argparse
 import logging
-import sys
 
 from olmo_core_jax import storage
 from olmo_core_jax.compare import checks
 from olmo_core_jax.compare.stage import read_stage
 from olmo_core_jax.errors import UserError
-from olmo_core_jax.jobs.common import Context, Job, Outcome, main
-from olmo_core_jax.recipes.schema import TRAINING_STAGES, Recipe
+from olmo_core_jax.jobs.common import Context, Job, Outcome, leave, main
+from olmo_core_jax.recipes.schema import TRAINING_STAGES
 from olmo_core_jax.results import digest_of, file_digest, read_result, require_result
 
 log = logging.getLogger("olmo")
@@ -34,15 +33,11 @@ def folder(args: argparse.Namespace) -> str:
     return f"{LANDMARKS}/{'' if args.stage == 'stage1' else f'{args.stage}-'}{args.step}"
 
 
-def stages(recipe: Recipe) -> list[str]:
-    return [name for name in TRAINING_STAGES if getattr(recipe, name) is not None]
-
-
 def inputs(context: Context) -> dict[str, str]:
     """Checksums of checkpoints, digests of held-out files, tasks and the reference's figures."""
     recipe, args = context.recipe, context.args
     wanted = (
-        [(s, recipe.stage(s).last_step) for s in stages(recipe)]
+        [(s, recipe.stage(s).last_step) for s in recipe.stages()]
         if args.final
         else [(args.stage, args.step)]
     )
@@ -82,8 +77,8 @@ def _final(context: Context, evaluator) -> Outcome:
     from olmo_core_jax.evaluate.weights import weight_figures
 
     recipe, outcome = context.recipe, Outcome()
-    last = stages(recipe)[-1]
-    for stage in stages(recipe):
+    last = recipe.stages()[-1]
+    for stage in recipe.stages():
         comparison = read_stage(recipe, context.run_root, stage)
         if comparison is not None:
             outcome.figures |= comparison.figures()
@@ -136,4 +131,4 @@ def _checkpoint_digest(context: Context, stage: str, step: int) -> str:
 JOB = Job("evaluate", folder, inputs, work, flags)
 
 if __name__ == "__main__":
-    sys.exit(main(JOB))
+    leave(main(JOB))

@@ -8,14 +8,13 @@ import csv
 import dataclasses
 import io
 import logging
-import sys
 from collections.abc import Callable
 from contextlib import closing
 
 from olmo_core_jax import storage
 from olmo_core_jax.convert import ranges
 from olmo_core_jax.errors import UserError
-from olmo_core_jax.jobs.common import Context, Job, Outcome, main
+from olmo_core_jax.jobs.common import Context, Job, Outcome, leave, main
 from olmo_core_jax.recipes.schema import Stage
 from olmo_core_jax.replay_plan import Window, parse_windows
 from olmo_core_jax.results import file_digest
@@ -205,4 +204,4 @@ def _csv(gaps: list) -> bytes:
 JOB = Job("replay", folder, inputs, work, flags)
 
 if __name__ == "__main__":
-    sys.exit(main(JOB))
+    leave(main(JOB))

@@ -4,13 +4,12 @@ import argparse
 import contextlib
 import logging
 import os
-import sys
 import time
 from contextlib import closing
 
 from olmo_core_jax import storage
 from olmo_core_jax.errors import Preempted
-from olmo_core_jax.jobs.common import Context, Job, Outcome, main
+from olmo_core_jax.jobs.common import Context, Job, Outcome, leave, main
 from olmo_core_jax.recipes.schema import TRAINING_STAGES, Stage
 from olmo_core_jax.results import digest_of
 
@@ -200,8 +199,4 @@ def _start_digest(context: Context) -> str:
 JOB = Job("train", folder, inputs, work, flags)
 
 if __name__ == "__main__":
-    code = main(JOB)
-    logging.shutdown()
-    sys.stdout.flush()
-    # After a failed save, threads of Orbax wait for minutes for what will not come.
-    os._exit(code)
+    leave(main(JOB))

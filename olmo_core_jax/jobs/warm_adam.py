@@ -7,12 +7,11 @@ behind.
 
 import argparse
 import logging
-import sys
 
 from olmo_core_jax import recipes, storage
 from olmo_core_jax.convert import ranges
 from olmo_core_jax.errors import UserError
-from olmo_core_jax.jobs.common import Context, Job, Outcome, main
+from olmo_core_jax.jobs.common import Context, Job, Outcome, leave, main
 from olmo_core_jax.topology import process_id
 
 log = logging.getLogger("olmo")
@@ -104,4 +103,4 @@ def _stage1_end(context: Context) -> str:
 JOB = Job("warm_adam", lambda args: FOLDER, inputs, work, flags)
 
 if __name__ == "__main__":
-    sys.exit(main(JOB))
+    leave(main(JOB))

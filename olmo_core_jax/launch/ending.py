@@ -3,10 +3,9 @@
 from typing import Any
 
 from olmo_core_jax import storage
-from olmo_core_jax.errors import CRASH
+from olmo_core_jax.errors import CRASH, FINAL
 from olmo_core_jax.launch.gke_logs import saved_logs
 from olmo_core_jax.launch.job import Job, JobFailed
-from olmo_core_jax.launch.jobset import FINAL_CODES
 from olmo_core_jax.launch.local import describe
 
 Object = dict[str, Any]
@@ -17,11 +16,11 @@ TAIL_LINES = 12
 def failure(job: Job, pods: list[Object], reason: str, text: str) -> JobFailed:
     """The error that ends the watch; its exit code is the job's own where that is a final one."""
     lines = [f"{job.folder}: {text}"]
-    ended = sorted(ends(pods), key=lambda end: end[2] not in FINAL_CODES)
+    ended = sorted(ends(pods), key=lambda end: end[2] not in FINAL)
     code = CRASH
     if ended:
         pod, container, found = ended[0]
-        code = found if reason == "final-exit" and found in FINAL_CODES else CRASH
+        code = found if reason == "final-exit" and found in FINAL else CRASH
         lines.append(f"{pod} ended with {describe(found)}")
         lines += _tail(job, pod, container)
     lines.append(f"logs of every attempt: {storage.join(job.run_root, job.folder, 'pod_logs')}")

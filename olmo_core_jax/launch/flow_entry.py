@@ -39,6 +39,7 @@ class Plan:
     recipe: str
     run_root: str
     landmarks: list[int]
+    stages: list[str]
 
 
 @foreseen()
@@ -55,7 +56,7 @@ def plan(recipe_name: str, output: str, run_id: str) -> Plan:
         root = str(Path(root).resolve())
     # A shipped recipe is kept by its name, so that a resumed run finds it in whatever checkout it runs from.
     kept = recipe_name if not os.path.exists(recipe_name) else str(Path(where).resolve())
-    return Plan(recipe.name, kept, root, recipe.landmarks())
+    return Plan(recipe.name, kept, root, recipe.landmarks(), recipe.stages())
 
 
 @foreseen()

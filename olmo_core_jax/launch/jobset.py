@@ -11,7 +11,7 @@ from typing import Any
 
 import yaml
 
-from olmo_core_jax.errors import DIVERGED, LOCKED, PREEMPTED, USER_ERROR, UserError
+from olmo_core_jax.errors import FINAL, PREEMPTED, UserError
 from olmo_core_jax.launch import names
 from olmo_core_jax.launch.gke_profile import GKE
 from olmo_core_jax.launch.job import Job
@@ -36,7 +36,6 @@ PATIENCE: dict[str, Any] = {"wait_seconds": 900, "heartbeat_seconds": 300}
 DISTRIBUTED = ("train", "evaluate", "replay")
 """Modules whose processes work as one job; several of any other would write over each other."""
 
-FINAL_CODES = (USER_ERROR, LOCKED, DIVERGED)
 PREEMPTED_CODES = (PREEMPTED, SIGTERM_EXIT)
 
 Manifest = dict[str, Any]
@@ -190,7 +189,7 @@ def _pod_failure_policy(gke: GKE) -> Manifest:
     rules: list[Manifest] = [
         {"action": "FailJob", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]}
     ]
-    for codes in (PREEMPTED_CODES, FINAL_CODES):
+    for codes in (PREEMPTED_CODES, FINAL):
         for container in containers(gke):
             on = {"containerName": container, "operator": "In", "values": sorted(codes)}
             rules.append({"action": "FailJob", "onExitCodes": on})

@@ -33,7 +33,7 @@ def run(job: Job, profile: Profile, tick: Tick) -> StageResult:
         if code == errors.PREEMPTED and preemptions < 100:
             preemptions += 1
             print(f"{job.folder}: preempted; starting again from its last checkpoint")
-        elif _may_retry(code) and crashes < profile.max_restarts:
+        elif code not in errors.FINAL and crashes < profile.max_restarts:
             crashes += 1
             print(
                 f"{job.folder}: {describe(code)}; starting again ({crashes} of {profile.max_restarts})"
@@ -60,10 +60,6 @@ def die_with_parent() -> None:
     """Asks the kernel for SIGTERM when this process's parent dies (Linux; elsewhere nothing)."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
-
-
-def _may_retry(code: int) -> bool:
-    return code not in (errors.USER_ERROR, errors.LOCKED, errors.DIVERGED)
 
 
 def _run_once(job: Job, profile: Profile, log: Path, tick: Tick) -> int:

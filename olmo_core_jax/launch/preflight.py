@@ -44,7 +44,6 @@ UPSTREAM = {
     "eval_landmarks": ("stage1_train",),
     "warm_adam": ("stage1_train",),
     "stage2_train": ("warm_adam", "build_index"),
-    "final_eval": ("stage2_train",),
 }
 
 
@@ -246,8 +245,11 @@ def _recipe(job: Job) -> str:
 
 
 def _upstream(job: Job) -> str:
+    recipe = recipes.load_recipe(job.recipe)
     before = UPSTREAM.get(job.folder.partition("/")[0], ())
-    if recipes.load_recipe(job.recipe).weights.hf is None:  # its own initialisation
+    if job.folder == "final_eval":
+        before = (f"{recipe.stages()[-1]}_train",)
+    if recipe.weights.hf is None:  # its own initialisation
         before = tuple(stage for stage in before if stage != "convert_weights")
     missing = [stage for stage in before if read_result(job.run_root, stage) is None]
     if missing:

@@ -9,6 +9,8 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from olmo_core_jax.errors import UserError
+
 TRAINING_STAGES = ("stage1", "stage2")
 
 
@@ -336,12 +338,17 @@ class Recipe(Strict):
     stage2: Stage | None = None
     evaluation: Evaluation = Evaluation()
 
+    def stages(self) -> list[str]:
+        """The training stages that this recipe has, in order."""
+        return [name for name in TRAINING_STAGES if getattr(self, name) is not None]
+
     def stage(self, name: str) -> Stage:
-        """The training section `stage1` or `stage2`."""
-        section = getattr(self, name) if name in TRAINING_STAGES else None
-        if section is None:
-            raise KeyError(f"recipe {self.name} has no training stage {name!r}")
-        return section
+        """The training section `stage1` or `stage2`. Raises UserError where the recipe has none of this name."""
+        if name not in self.stages():
+            raise UserError(
+                f"recipe {self.name} has no training stage {name!r}, only {', '.join(self.stages())}"
+            )
+        return getattr(self, name)
 
     def landmarks(self) -> list[int]:
         """Stage-1 steps whose checkpoints are kept and evaluated: the recipe's landmarks, and the last update."""

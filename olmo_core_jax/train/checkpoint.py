@@ -138,16 +138,24 @@ class CheckpointStore:
     def restore_latest(
         self, like, accept: Callable[[int, dict], None]
     ) -> tuple[Any, dict[str, Any]] | None:
-        """(state, meta) of the newest step that can be read back whole, None where there is none.
+        """(state, meta) of the newest step that can be read back whole, None where none was saved.
 
-        accept(step, meta) raises UserError for a checkpoint that does not belong to this run.
+        accept(step, meta) raises UserError for a checkpoint that does not belong to this run. Raises
+        JobError where steps are there and none of them can be read: that may pass, as when storage
+        is away, and to begin anew is not for a program to decide.
         """
         while (step := self.latest_good()) is not None:
             accept(step, self.meta(step))
             try:
                 return self.restore(step, like)
             except Damaged as e:
-                self._unreadable[step] = str(e)
+                self._unreadable[step] = e.reason
+        if self._unreadable:
+            step, reason = max(self._unreadable.items())
+            raise JobError(
+                f"no checkpoint under {self.directory} can be read back ({step}: {reason}); move the folder away "
+                "to begin this stage anew"
+            )
         return None
 
     def should_preserve(self, checkpoints, *, context) -> list[bool]:
@@ -203,13 +211,18 @@ class CheckpointStore:
         try:
             with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as reader:
                 state = reader.restore(epath.Path(self.directory) / str(step) / "state", args=args)
+        except (MemoryError, OSError, jax.errors.JaxRuntimeError):  # says nothing about the step
+            raise
         except Exception as e:
-            raise Damaged(f"its arrays cannot be read ({first_line(e)})") from e
+            raise Damaged(
+                self.directory, step, f"its arrays cannot be read ({first_line(e)})"
+            ) from e
         saved = meta.get("checksums") or {}
         now = checksums(state) if saved else {}
         changed = sorted(k for k, v in now.items() if saved.get(k) != v)
         if changed:
-            raise Damaged(f"{', '.join(changed[:NAMED])}: not what was saved (checksum)")
+            what = ", ".join(changed[:NAMED])
+            raise Damaged(self.directory, step, f"{what}: not what was saved (checksum)")
         return state
 
     def _failed(self, error: Exception) -> JobError:

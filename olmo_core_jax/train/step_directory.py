@@ -21,6 +21,7 @@ import orbax.checkpoint as ocp
 from etils import epath
 
 from olmo_core_jax import storage
+from olmo_core_jax.errors import UserError
 from olmo_core_jax.train.checksums import key_name
 
 log = logging.getLogger(__name__)
@@ -32,8 +33,12 @@ Shapes = dict[str, tuple[tuple[int, ...], str]]
 """Path of an array in the state -> its shape and dtype."""
 
 
-class Damaged(Exception):
+class Damaged(UserError):
     """A step that looks whole but cannot be read back as it was saved."""
+
+    def __init__(self, directory: str, step: int, reason: str):
+        super().__init__(f"checkpoint {storage.join(directory, str(step))}: {reason}")
+        self.reason = reason
 
 
 class MetaHandler(ocp.JsonCheckpointHandler):
@@ -107,7 +112,9 @@ def saved_shapes(directory: str, step: int) -> Shapes:
             ocp.PyTreeCheckpointHandler().metadata(_path(directory, step) / "state").tree
         )
     except Exception as e:
-        raise Damaged(f"its array metadata cannot be read ({first_line(e)})") from e
+        raise Damaged(
+            directory, step, f"its array metadata cannot be read ({first_line(e)})"
+        ) from e
 
 
 def shapes_of(tree) -> Shapes:

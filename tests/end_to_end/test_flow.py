@@ -48,6 +48,12 @@ def ended(process, timeout=600):
     return process.returncode, out
 
 
+def test_a_recipe_without_stage_2_is_refused_before_anything_runs(flow, tmp_path):
+    code, out = ended(flow("run", "--recipe", "olmo3_7b_stage3", "--output", str(tmp_path / "r")))
+    assert code != 0 and "olmo3_7b_stage3 has no stage 2" in out and "Traceback" not in out
+    assert not (tmp_path / "r").exists()
+
+
 def test_help_imports_no_framework():
     code = (
         "import runpy, sys; sys.argv = ['reproduce.py', '--help']\n"

@@ -242,6 +242,14 @@ def test_a_recipe_without_published_weights_needs_no_conversion(ready, tmp_path)
     assert look(ready)["stages before"].passed
 
 
+def test_the_last_evaluation_follows_the_last_stage_that_there_is(ready):
+    final = dataclasses.replace(ready.job, folder="final_eval", recipe="laptop")
+    with pytest.raises(pre.Wrong, match="stage2_train not finished"):
+        pre._upstream(final)
+    with pytest.raises(pre.Wrong, match="stage1_train not finished"):
+        pre._upstream(dataclasses.replace(final, recipe="laptop_4x12"))
+
+
 @pytest.mark.parametrize(
     ("reference", "parts"),
     [

@@ -31,6 +31,14 @@ def test_unknown_recipe_lists_the_known_ones():
         recipes.load_recipe("nope")
 
 
+def test_a_stage_that_a_recipe_lacks_is_the_users_mistake():
+    recipe = recipes.load_recipe("olmo3_7b_stage3")
+    assert recipe.stages() == ["stage1"]
+    for name in ("stage2", "stage9", "name"):
+        with pytest.raises(UserError, match=f"no training stage '{name}', only stage1"):
+            recipe.stage(name)
+
+
 def set_in(content, dotted, value):
     *path, last = dotted.split(".")
     for key in path:

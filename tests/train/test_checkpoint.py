@@ -7,6 +7,7 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
+import orbax.checkpoint as ocp
 import pytest
 from processes import run_python
 
@@ -42,6 +43,12 @@ def array_file(directory, step: int) -> Path:
     """The file that holds the bulk of a step's arrays."""
     files = [p for p in Path(directory, str(step), "state").rglob("*") if p.is_file()]
     return max(files, key=lambda p: p.stat().st_size)
+
+
+def flip_a_bit(file):
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 0x10
+    file.write_bytes(bytes(data))
 
 
 def test_round_trip(tmp_path):
@@ -105,10 +112,7 @@ def test_other_damage_is_seen_without_reading_arrays(tmp_path, harm):
 
 def test_a_flipped_bit_is_found_and_the_step_before_is_used(tmp_path, caplog):
     saved(tmp_path, 1, 2).close()
-    file = array_file(tmp_path, 2)
-    data = bytearray(file.read_bytes())
-    data[len(data) // 2] ^= 0x10
-    file.write_bytes(bytes(data))
+    flip_a_bit(array_file(tmp_path, 2))
     store = CheckpointStore(str(tmp_path))
     assert store.latest_good() == 2  # sizes cannot tell
     with pytest.raises(Damaged, match="params/layer_"):
@@ -276,3 +280,37 @@ def test_a_stored_checkpoint_still_loads(tmp_path):
     assert same(restored, golden_state())
     assert meta["tokens_seen"] == TOKENS
     assert meta["checksums"] == checksums(golden_state())
+
+
+def test_nothing_begins_anew_where_no_step_can_be_read(tmp_path):
+    """Damage and a storage that is away look alike, and a run that begins anew throws its updates away."""
+    saved(tmp_path, 1, 2).close()
+    for step in (1, 2):
+        flip_a_bit(array_file(tmp_path, step))
+    before = sorted(os.listdir(tmp_path))
+    with pytest.raises(JobError, match=r"no checkpoint .* can be read back \(2: .*move the folder"):
+        CheckpointStore(str(tmp_path)).restore_latest(state(), lambda *_: None)
+    assert sorted(os.listdir(tmp_path)) == before
+    assert CheckpointStore(str(tmp_path / "new")).restore_latest(state(), lambda *_: None) is None
+
+
+@pytest.mark.parametrize(
+    "error",
+    [MemoryError("host"), OSError("away"), jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED")],
+)
+def test_what_says_nothing_about_the_step_is_no_damage(tmp_path, monkeypatch, error):
+    saved(tmp_path, 1, 2).close()
+
+    def fail(*_, **__):
+        raise error
+
+    monkeypatch.setattr(ocp.Checkpointer, "restore", fail)
+    with pytest.raises(type(error)):
+        CheckpointStore(str(tmp_path)).restore_latest(state(), lambda *_: None)
+
+
+def test_a_damaged_step_is_named_and_no_crash(tmp_path):
+    saved(tmp_path, 1).close()
+    flip_a_bit(array_file(tmp_path, 1))
+    with pytest.raises(UserError, match=r"checkpoint .*/1: .*params/layer_"):
+        CheckpointStore(str(tmp_path)).restore(1, state())

@@ -73,6 +73,12 @@ def test_a_job_takes_the_share_that_was_compiled_for(monkeypatch, set_before, ex
     assert os.environ == {"JAX_PLATFORMS": "cuda"} | expected
 
 
+def test_flags_from_outside_are_kept(monkeypatch):
+    monkeypatch.setattr(os, "environ", {"LIBTPU_INIT_ARGS": "--a=1", "XLA_FLAGS": "--b=2"})
+    common._prepare_backend(Topology(libtpu_flags=["--c=3"], xla_flags=["--d=4"]))
+    assert os.environ == {"LIBTPU_INIT_ARGS": "--a=1 --c=3", "XLA_FLAGS": "--b=2 --d=4"}
+
+
 @pytest.mark.parametrize("name", [s.name for s in all_shapes() if s.chip])
 def test_every_accelerator_has_a_choice_that_bounds_its_micro_batch(name):
     chosen = default_topology(name)
