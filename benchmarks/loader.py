@@ -2,8 +2,8 @@
 
     python benchmarks/loader.py [--olmo-core PYTHON] [--maxtext PYTHON] [--batches 400]
 
-The two options name Python interpreters that have ai2-olmo-core and maxtext (Python 3.12); without
-one its rows are left out. The files are made first, are in the page cache, and hold Zipf
+`--olmo-core` names a Python that has ai2-olmo-core (default: this one), `--maxtext` one that has
+maxtext 0.2.5 (Python 3.12); without it its rows are left out. The files are made first, are in the page cache, and hold Zipf
 distributed ids, so that the filter meets ids that follow themselves as often as in text. Every loader runs in
 a process of its own, without workers, with the filter off and on, round after round; the best
 round counts. CPU seconds are those of all its threads. What is delivered differs a little: ours
@@ -152,8 +152,8 @@ def compare(pythons: dict[str, str], batches: int, rounds: int) -> dict[str, dic
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--olmo-core", metavar="PYTHON", help="interpreter with ai2-olmo-core")
-    parser.add_argument("--maxtext", metavar="PYTHON", help="interpreter with maxtext 0.2.5")
+    parser.add_argument("--olmo-core", default=sys.executable, help="Python that has ai2-olmo-core")
+    parser.add_argument("--maxtext", help="Python that has maxtext 0.2.5")
     parser.add_argument("--batches", type=int, default=400)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--json", metavar="FILE")
