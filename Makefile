@@ -49,6 +49,7 @@ compile-check: $(VENV)/installed-tests  ## compile the 7B step for TPU topologie
 	$(PIP) -e '.[tpu]'
 	$(BIN)/olmo-jax compile --recipe olmo3_7b --hardware v5p-256
 	$(BIN)/olmo-jax compile --recipe olmo3_7b --hardware tpu7x-4x4x4
+	$(BIN)/olmo-jax compile --recipe olmo3_7b --hardware v6e-256
 
 compile-check-gpu: $(VENV)/installed-tests  ## compile the 7B step for NVIDIA GPUs (adds 5 GB of CUDA; a minute)
 	$(PIP) -e '.[cuda]'
