@@ -1,4 +1,4 @@
-"""Proof, from what a run logged, that it saw every instance exactly once an epoch.
+"""Proof, from what a run logged, that it saw every instance at most once an epoch.
 
 The log holds a digest of the ids that each update was really trained on, gathered from all hosts.
 The order says what they should have been. Where all digests agree and the order is a permutation,
