@@ -23,6 +23,7 @@ JOBS = {
     "train": "One training stage.",
     "evaluate": "A landmark, or the final comparison.",
     "warm-adam": "Stage 2's start from stage 1's end.",
+    "replay": "One window of a reference run, from its own checkpoints.",
 }
 
 

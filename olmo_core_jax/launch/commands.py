@@ -1,5 +1,6 @@
 """`olmo-jax` verbs for one stage on a cluster by hand: the same code as the flow's."""
 
+import re
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -29,12 +30,15 @@ def register(app: typer.Typer) -> None:
 
 
 def job_of(stage: str, recipe: str, run_root: str) -> "Job":
-    """The job of a stage folder. Raises UserError that lists the stages."""
+    """The job of a stage folder; a replay as it is without --checkpoints and --partial. Raises UserError
+    that lists the stages."""
     from olmo_core_jax.launch import job as jobs
 
     name, _, rest = stage.partition("/")
     if name == "eval_landmarks" and rest.isdigit():
         return jobs.evaluate_landmark(recipe, run_root, int(rest))
+    if window := re.fullmatch(r"replay/(\w+)-(\d+)-(\d+)", stage):
+        return jobs.replay(recipe, run_root, f"{window[1]}/{window[2]}:{window[3]}")
     makers = {
         "convert_weights": jobs.convert_weights,
         "build_index": jobs.build_index,
@@ -44,7 +48,9 @@ def job_of(stage: str, recipe: str, run_root: str) -> "Job":
         "final_eval": jobs.final_eval,
     }
     if stage not in makers:
-        raise UserError(f"unknown stage {stage!r}: one of {', '.join(makers)}, eval_landmarks/STEP")
+        raise UserError(
+            f"unknown stage {stage!r}: one of {', '.join(makers)}, eval_landmarks/STEP, replay/STAGE-N-K"
+        )
     return makers[stage](recipe, run_root)
 
 
