@@ -158,9 +158,8 @@ def maxtext(python: str) -> dict:
     seconds = [float(s) for s in re.findall(r"completed step: \d+, seconds: ([\d.]+)", text)][2:]
     if status or not seconds:
         sys.exit(f"maxtext failed: {text.strip().splitlines()[-1]}")
-    first = (
-        time.perf_counter() - began - sum(seconds)
-    )  # imports included: its log does not tell them apart
+    # Imports included: its log does not tell them apart.
+    first = time.perf_counter() - began - sum(seconds)
     return {"first": first, "rest": seconds, "rss_gb": usage.ru_maxrss / 1e6}
 
 

@@ -36,9 +36,8 @@ class GcsReader:
                 raise readers.short(uri, offset, length, 0) from None
             except (exceptions.Forbidden, exceptions.Unauthorized) as e:
                 raise readers.refused(uri, e) from None
-            if (
-                len(data) != length
-            ):  # a body that broke off has raised: the object itself is shorter
+            # A body that broke off has raised: the object itself is shorter.
+            if len(data) != length:
                 raise readers.short(uri, offset, length, len(data))
             return data
 

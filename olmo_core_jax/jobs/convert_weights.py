@@ -17,10 +17,8 @@ from olmo_core_jax.topology import process_id
 log = logging.getLogger("olmo")
 
 FOLDER = "convert_weights"
-CHECKED_TOKENS = (
-    2,
-    64,
-)  # batch and length of what is compared with transformers where no tokens are given
+# Batch and length of what is compared with transformers where no tokens are given.
+CHECKED_TOKENS = (2, 64)
 
 
 def inputs(context: Context) -> dict[str, str]:

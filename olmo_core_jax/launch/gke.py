@@ -240,9 +240,8 @@ class Launcher:
             raise UserError(
                 f"the cluster has no JobSet {k8s.JOBSETS.version}, or no namespace {self.gke.namespace}: see infra/README.md"
             ) from None
-        except (
-            k8s.Conflict
-        ):  # a request that seemed to fail had arrived, or another controller was faster
+        except k8s.Conflict:
+            # A request that seemed to fail had arrived, or another controller was faster.
             found = self._find()
             if found is None or annotation(found, names.DIGEST) != annotation(
                 manifest, names.DIGEST

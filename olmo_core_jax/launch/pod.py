@@ -170,9 +170,8 @@ def _gcsfuse(gke: GKE, bucket: Bucket) -> Manifest:
         "mountOptions": ",".join(options),
         "skipCSIBucketAccessCheck": "true",
     }
-    if (
-        gke.host_network
-    ):  # without it a pod on the host's network cannot use its own service account
+    # Without it a pod on the host's network cannot use its own service account.
+    if gke.host_network:
         attributes["hostNetworkPodKSA"] = "true"
     return {
         "driver": "gcsfuse.csi.storage.gke.io",

@@ -65,9 +65,8 @@ def load_profile(path: str | None = None) -> Profile:
         return Profile()
     try:
         raw = {"name": Path(path).stem} | (yaml.safe_load(Path(path).read_text()) or {})
-        if (
-            raw.get("backend") == "gke"
-        ):  # the platform follows from the shape, not from this machine
+        # On GKE the platform follows from the shape, not from this machine.
+        if raw.get("backend") == "gke":
             raw = {"topology": {}} | raw
         return Profile.model_validate(raw)
     except (OSError, yaml.YAMLError, TypeError) as e:

@@ -88,11 +88,8 @@ _CHOICES: dict[str, dict] = {
     "H100 SXM": {"max_per_device_batch": 1, "remat": "none", "loss_chunks": 8},
     "H200": {"max_per_device_batch": 2, "remat": "none", "loss_chunks": 8},
     "B200": {"max_per_device_batch": 4, "remat": "none", "loss_chunks": 8},
-    "L4": {
-        "max_per_device_batch": 1,
-        "remat": "block",
-        "loss_chunks": 8,
-    },  # too small for the 7B on one node
+    # Too small for the 7B on one node.
+    "L4": {"max_per_device_batch": 1, "remat": "block", "loss_chunks": 8},
 }
 
 

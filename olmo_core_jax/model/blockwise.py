@@ -36,9 +36,8 @@ def _forward(q_BSHK, k_BSGK, v_BSGK, window, block):
 
         def key_block(step, carry):
             top, total, out = carry
-            j = (
-                i - step
-            )  # from the diagonal, where every query sees itself: `top` is finite at once
+            # From the diagonal, where every query sees itself: `top` is finite at once.
+            j = i - step
             s = _scores(q_i, k[j], i, j, window, scale)
             new_top = jnp.maximum(top, s.max(-1))
             p, shrink = jnp.exp(s - new_top[..., None]), jnp.exp(top - new_top)
