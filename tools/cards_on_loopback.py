@@ -22,9 +22,8 @@ def main() -> None:
     card_server.ThreadingHTTPServer = LoopbackServer
     address = f"http://127.0.0.1:{PORT}"
     print(f"cards of the latest run: {address}", file=sys.stderr)
-    opener = threading.Timer(
-        3.0, webbrowser.open, [address]
-    )  # where there is no browser, nothing happens
+    # Where there is no browser, nothing happens.
+    opener = threading.Timer(3.0, webbrowser.open, [address])
     opener.daemon = True
     opener.start()
     sys.argv = [str(FLOW), "card", "server", "--port", PORT]

@@ -41,9 +41,8 @@ def gaps(title: str, ours: Gap, noise: Gap, limit: float) -> dict:
         ys = rolling_max([abs(v) for v in noise.values], max(1, len(noise.values) // 60))
         data = _data(NOISE, noise.steps, [max(y, floor) for y in ys])
         layers.append(_layer({"type": "area"}, data, axis))
-        layers[0]["encoding"]["y2"] = {
-            "datum": 10.0**low
-        }  # an area's own floor, 0, has no logarithm
+        # An area's own floor, 0, has no logarithm.
+        layers[0]["encoding"]["y2"] = {"datum": 10.0**low}
     data = _data("this run", ours.steps, [max(abs(v), floor) for v in ours.values])
     layers.append(_layer({"type": "point", "filled": True, "size": 12}, data, axis))
     layers.append(

@@ -76,9 +76,8 @@ def test_hosts_divide_the_rows(data):
     index, order = data
     whole = stream(index, order)
     for hosts in (1, 2, 4):
-        parts = [
-            stream(index, order, rows=np.arange(h, 4, hosts)) for h in range(hosts)
-        ]  # strided, as OLMo-core's ranks
+        # Strided, as OLMo-core's ranks.
+        parts = [stream(index, order, rows=np.arange(h, 4, hosts)) for h in range(hosts)]
         for update, (_, ids, tokens, _) in enumerate(whole):
             joined = np.empty((4,), np.uint32)
             joined_tokens = np.empty((4, 32), np.int32)

@@ -70,10 +70,8 @@ def test_a_reported_failure_is_submitted_anew_and_an_unreported_one_reported(tmp
     with Lab(tmp_path, flags=["--fail-at=7", f"--code={USER_ERROR}"]) as lab:
         lab.launcher().submit()
         lab.until(lambda: (lab.cluster.jobset() or {}).get("status", {}).get("terminalState"))
-        for starts in (
-            1,
-            2,
-        ):  # the first controller only finds the end; the second is asked to try again
+        # The first controller only finds the end; the second is asked to try again.
+        for starts in (1, 2):
             with pytest.raises(JobFailed):
                 lab.start().finish()
             assert len(lab.leaders()) == starts

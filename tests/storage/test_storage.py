@@ -97,9 +97,8 @@ def test_exactly_one_creates(root):
     threads = [threading.Thread(target=claim, args=(i,)) for i in range(8)]
     [t.start() for t in threads]
     [t.join() for t in threads]
-    if not storage.is_remote(
-        root
-    ):  # the emulator checks its preconditions without a lock of its own
+    # The emulator checks its preconditions without a lock of its own.
+    if not storage.is_remote(root):
         assert len(won) == 1
     assert storage.read_text(uri) in [str(i) for i in won]
     assert not storage.create_exclusive(uri, b"late")

@@ -261,9 +261,8 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _log(self, api: ApiServer, request: Request, fault):
         position, container = 0, request.query.get("container", "")
-        data, ended = api.read_log(
-            request.name, container
-        )  # raises Status: 404, or 400 before the start
+        # Raises Status: 404, or 400 before the start.
+        data, ended = api.read_log(request.name, container)
         self._begin_stream("text/plain")
         sent = 0
         while not (api.closing.is_set() or api.down):
