@@ -164,9 +164,10 @@ def plan_batch(stage: Stage, topology: topologies.Topology, mesh: Mesh) -> Batch
     if total % ways:
         sequence = stage.data.sequence_length
         near = [n * sequence for n in (total // ways * ways, (total // ways + 1) * ways) if n]
+        could_be = _nearest(total, ways, math.prod(mesh.shape.values()))
         raise UserError(
             f"a batch of {total} instances ({stage.batch_tokens} tokens) cannot be shared by "
-            f"{ways} data-parallel devices: use {_or(_nearest(total, ways))} of them "
+            f"{ways} data-parallel devices: use {_or(could_be)} of them "
             f"(topology.mesh, replica x fsdp), or batch_tokens {_or(near)}"
         )
     rows = total // ways
@@ -191,15 +192,17 @@ def _largest(rows: int, limit: int | None) -> int:
     return max(d for d in _divisors(rows) if d <= (limit or rows))
 
 
-def _nearest(total: int, wanted: int) -> list[int]:
-    """The divisors of `total` next to `wanted`, below and above."""
-    divisors = _divisors(total)
+def _nearest(total: int, wanted: int, limit: int | None = None) -> list[int]:
+    """The divisors of `total` next to `wanted`, below and above, up to the limit."""
+    divisors = [d for d in _divisors(total) if d <= (limit or total)]
     below, above = [d for d in divisors if d < wanted], [d for d in divisors if d > wanted]
     return below[-1:] + above[:1]
 
 
 def _divisors(total: int) -> list[int]:
-    return [d for d in range(1, total + 1) if total % d == 0]
+    """Ascending. Batches are typed by hand and may be huge, so only the smaller of each pair is looked for."""
+    small = [d for d in range(1, math.isqrt(total) + 1) if total % d == 0]
+    return small + [total // d for d in reversed(small) if d * d != total]
 
 
 def _or(numbers: list[int]) -> str:

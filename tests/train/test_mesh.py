@@ -1,3 +1,5 @@
+import time
+
 import jax
 import pytest
 from processes import run_python
@@ -88,13 +90,24 @@ def test_a_batch_that_cannot_be_shared_names_the_nearest_choices():
         plan(12, fsdp=8)
     text = str(error.value)
     assert "12 instances (6144 tokens)" in text and "8 data-parallel devices" in text
-    assert "use 6 or 12 of them" in text and "batch_tokens 4096 or 8192" in text
+    assert "use 6 of them" in text and "batch_tokens 4096 or 8192" in text
+    with pytest.raises(UserError, match=r"use 4 or 6 of them"):
+        plan(12, fsdp=5, tensor=2)  # 10 devices: 6 rows at a time could be had
     with pytest.raises(UserError, match=r"accumulation 5 does not divide the 8 .* use 4 or 8"):
         plan(64, Topology(accumulation=5), fsdp=8)
     with pytest.raises(UserError, match=r"per_device_batch 3 does not divide the 8 .* use 2 or 4"):
         plan(64, Topology(per_device_batch=3), fsdp=8)
     with pytest.raises(UserError, match="accumulation 2 x per_device_batch 2 is not the 8"):
         plan(64, Topology(accumulation=2, per_device_batch=2), fsdp=8)
+
+
+def test_a_huge_batch_is_planned_at_once():
+    began = time.monotonic()
+    p = plan(100_000_000_000, Topology(max_per_device_batch=6), fsdp=8)
+    assert (p.accumulation, p.per_device) == (2_500_000_000, 5)
+    assert time.monotonic() - began < 5
+    for total in (1, 2, 12, 36, 97):
+        assert meshes._divisors(total) == [d for d in range(1, total + 1) if total % d == 0]
 
 
 def test_one_device_is_a_mesh_like_any_other():
