@@ -3,6 +3,7 @@
 Time is FLOPs / (chips * peak * MFU): an estimate as good as the MFU that is put in. train/flops.py says what is counted.
 """
 
+import math
 from dataclasses import asdict, dataclass
 
 from olmo_core_jax.errors import UserError
@@ -39,11 +40,18 @@ def plan(
     recipe: Recipe, shape: str | None = None, mfu: float = 0.4, price: float | None = None
 ) -> list[StagePlan]:
     """A plan for each training stage. price: of one chip-hour, in any currency. Raises UserError for a bad schedule."""
-    if not 0 < mfu <= 1:
-        raise UserError(f"--mfu {mfu}: a fraction between 0 and 1 is meant, such as 0.4")
+    check_assumptions(mfu, price)
     return [
         _plan_stage(recipe, name, recipe.stage(name), shape, mfu, price) for name in recipe.stages()
     ]
+
+
+def check_assumptions(mfu: float, price: float | None) -> None:
+    """Raises UserError for a utilisation or a price that cannot be."""
+    if not 0 < mfu <= 1:
+        raise UserError(f"--mfu {mfu}: a fraction between 0 and 1 is meant, such as 0.4")
+    if price is not None and not 0 <= price < math.inf:
+        raise UserError(f"--price {price}: what a chip-hour costs is meant, 0 or more")
 
 
 def _plan_stage(recipe: Recipe, name: str, stage: Stage, shape, mfu, price) -> StagePlan:
@@ -51,7 +59,7 @@ def _plan_stage(recipe: Recipe, name: str, stage: Stage, shape, mfu, price) -> S
     tokens = stage.last_step * stage.batch_tokens
     flops = tokens * training_flops(recipe.model, stage.data.sequence_length)
     hours = chip_hours = None
-    if shape:
+    if shape is not None:
         found = hardware.shape(shape)
         if found.chip is None:
             raise UserError(f"--hardware {shape} has no chip with a known peak rate")
@@ -68,7 +76,7 @@ def _plan_stage(recipe: Recipe, name: str, stage: Stage, shape, mfu, price) -> S
         flops=flops,
         days=hours and hours / 24,
         chip_hours=chip_hours,
-        cost=chip_hours * price if chip_hours and price else None,
+        cost=None if chip_hours is None or price is None else chip_hours * price,
         checkpoint_gib=size,
         kept_checkpoints=kept,
         kept_gib=kept * size,

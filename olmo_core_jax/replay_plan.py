@@ -11,7 +11,7 @@ from itertools import pairwise
 
 from olmo_core_jax.errors import UserError
 from olmo_core_jax.launch import hardware
-from olmo_core_jax.plan import GIB
+from olmo_core_jax.plan import GIB, check_assumptions
 from olmo_core_jax.recipes.schema import Recipe
 from olmo_core_jax.train.flops import training_flops
 
@@ -92,8 +92,9 @@ def price_windows(
 
     shape: hardware, such as v5p-256; mfu: assumed; price: of one chip-hour.
     """
-    chip = hardware.shape(shape).chip if shape else None
-    if shape and chip is None:
+    check_assumptions(mfu, price)
+    chip = None if shape is None else hardware.shape(shape).chip
+    if shape is not None and chip is None:
         raise UserError(f"--hardware {shape} has no chip with a known peak rate")
     plans = []
     for window in windows:
@@ -109,7 +110,7 @@ def price_windows(
                 window.updates / stage.last_step,
                 2 * recipe.model.n_params * STATE_BYTES / GIB,
                 hours,
-                hours * price if hours and price else None,
+                None if hours is None or price is None else hours * price,
             )
         )
     return plans

@@ -9,6 +9,7 @@ import pytest
 from olmo_core_jax import recipes
 from olmo_core_jax.errors import UserError
 from olmo_core_jax.plan import plan
+from olmo_core_jax.replay_plan import price_windows
 
 
 @pytest.fixture(scope="module")
@@ -42,6 +43,17 @@ def test_bad_input_is_named():
     recipe = recipes.load_recipe("laptop")
     with pytest.raises(UserError, match="--mfu 40"):
         plan(recipe, "v5p-256", mfu=40)
+    for price in (-1.0, float("nan"), float("inf")):
+        with pytest.raises(UserError, match="--price"):
+            plan(recipe, "v5p-256", price=price)
+        with pytest.raises(UserError, match="--price"):
+            price_windows(recipe, [], "v5p-256", price=price)
+    assert [s.cost for s in plan(recipe, "v5p-256", price=0.0)] == [0.0, 0.0]
+    for none in ("", "v5p-"):
+        with pytest.raises(UserError, match=r"choose|customary"):
+            plan(recipe, none)
+    with pytest.raises(UserError, match="choose one of"):
+        price_windows(recipe, [], "")
     with pytest.raises(UserError, match="v9"):
         plan(recipe, "v9-16")
 

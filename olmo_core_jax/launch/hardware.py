@@ -202,7 +202,7 @@ def _slice(family: _Family, size: str) -> Shape:
 
 
 def _topology(family: _Family, size: str) -> str:
-    if re.fullmatch(r"\d+", size):
+    if re.fullmatch(r"[1-9][0-9]*", size):
         cores: dict[int, str] = {}
         for t in family.topologies:
             cores.setdefault(math.prod(map(int, t.split("x"))) * family.cores_per_chip, t)
@@ -226,8 +226,8 @@ def _topology(family: _Family, size: str) -> str:
 
 def _is_large_torus(family: _Family, size: str) -> bool:
     """From one 4x4x4 cube up: multiples of 4, in non-decreasing order, within the largest pod."""
-    if not re.fullmatch(r"\d+x\d+x\d+", size):
+    if not re.fullmatch(r"[1-9][0-9]*(x[1-9][0-9]*){2}", size):  # one spelling a shape: no 04
         return False
     dims = [int(n) for n in size.split("x")]
-    whole = all(n and n % 4 == 0 for n in dims) and dims == sorted(dims)
+    whole = all(n % 4 == 0 for n in dims) and dims == sorted(dims)
     return whole and math.prod(dims) // 64 <= family.max_cubes

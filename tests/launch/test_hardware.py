@@ -63,6 +63,9 @@ def test_other_tori_are_accepted(name):
         "v4-8",
         "tpu7x",
         "v5p-0x4x4",
+        "v5p-04x4x4",
+        "v5p-٤x4x4",
+        "",
     ],
 )
 def test_impossible_shapes_are_refused(name):
