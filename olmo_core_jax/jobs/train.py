@@ -112,10 +112,18 @@ def _trainer(context: Context, open_things: contextlib.ExitStack):
         trainer.instances = lines = run_log.LineLog(context.path("instances.jsonl"))
         open_things.callback(writer.flush)
         open_things.callback(lines.flush)
-        writer.attempt = lines.attempt = max(writer.attempt, lines.attempt)
-        trainer.interruption = interruption.of_attempt(context.args.interrupt, writer.attempt)
-        _note_attempt(context, trainer, writer.attempt, first_step)
+        attempt = max(writer.attempt, lines.attempt, 1 + _begun(context))
+        writer.attempt = lines.attempt = attempt
+        trainer.interruption = interruption.of_attempt(context.args.interrupt, attempt)
+        _note_attempt(context, trainer, attempt, first_step)
     return trainer
+
+
+def _begun(context: Context) -> int:
+    """The newest attempt that left its note. Lines alone would miss one that was killed before it logged any."""
+    names = (entry.name for entry in storage.list_dir(context.path("attempts")))
+    numbers = (name.removesuffix(".json") for name in names if name.endswith(".json"))
+    return max((int(number) for number in numbers if number.isdigit()), default=0)
 
 
 def _note_attempt(context: Context, trainer, attempt: int, first_step: int) -> None:

@@ -38,7 +38,8 @@ def parse_plan(text: str) -> list[Interruption]:
             )
         plan.append(Interruption(int(step), kind))
     steps = [1, *(i.step for i in plan)]
-    # An attempt is counted by the lines that it logs: every one has to make an update of its own.
+    # The next attempt begins after the update that ended this one, or further back: only a later
+    # update is sure to lie ahead of it. Before update 1 there is none that a resume could lose.
     if steps != sorted(set(steps)):
         raise UserError(f"interruptions {text!r}: updates have to grow, from 2 on")
     return plan

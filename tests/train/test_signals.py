@@ -139,10 +139,11 @@ def test_a_lost_disk_ends_the_job_at_the_next_save(unbroken, tmp_path):
 
 @pytest.mark.slow
 def test_interruptions_as_planned(unbroken, tmp_path):
+    """The second attempt is killed before it has logged a line."""
     recipe, root = fresh(unbroken, tmp_path)
     codes = []
     for _ in range(4):
-        job = start_training(recipe, root, "--interrupt", "30:term,70:kill,100:save")
+        job = start_training(recipe, root, "--interrupt", "30:term,31:kill,100:save")
         codes.append(finish(job)[0])
     assert codes == [PREEMPTED, -signal.SIGKILL, -signal.SIGKILL, OK]
     tiny.assert_same_run(unbroken[1], root, UPDATES)
