@@ -102,7 +102,12 @@ def compile_ahead(
     ] = None,
     batch_instances: Annotated[
         int | None,
-        typer.Option("--batch-instances", help="instances an update, instead of the recipe's"),
+        typer.Option(
+            "--batch-instances",
+            min=1,
+            max=2**31 - 1,  # the most that the program's loops count
+            help="instances an update, instead of the recipe's",
+        ),
     ] = None,
     devices: Annotated[
         int | None, typer.Option(help="so many GPUs of the shape, instead of all of one node")
@@ -120,11 +125,12 @@ def compile_ahead(
 
     shape = shapes.shape(hardware)
     chosen = default_topology(hardware)
-    if topology:
+    if topology is not None:
         changes = load_topology(topology).model_dump(exclude_unset=True)
         chosen = chosen.model_copy(update={k: getattr(load_topology(topology), k) for k in changes})
     loaded = load_recipe(recipe)
-    if batch_instances:
+    loaded.stage(stage)  # before devices are described, which takes a while: does it have one?
+    if batch_instances is not None:
         loaded = ahead.with_batch(loaded, stage, batch_instances)
     chosen = chosen.model_copy(update={"platform": shape.platform})
     report = ahead.compile_for(loaded, stage, chosen, *shape.described(devices))

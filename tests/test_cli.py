@@ -1,0 +1,48 @@
+"""`olmo-jax` with options that cannot be: one message that names the option, exit code 2, no traceback."""
+
+import re
+import sys
+
+import pytest
+
+from olmo_core_jax import cli
+from olmo_core_jax.errors import USER_ERROR
+
+
+@pytest.fixture
+def refused(monkeypatch, capsys):
+    """Types a command that has to be refused; gives what it says, on one line."""
+
+    def type_in(*arguments: str) -> str:
+        monkeypatch.setattr(sys, "argv", ["olmo-jax", *arguments])
+        with pytest.raises(SystemExit) as end:
+            cli.main()
+        plain = re.sub(r"\x1b\[[0-9;]*m|│", "", capsys.readouterr().err)
+        said = " ".join(plain.split())
+        assert end.value.code == USER_ERROR, said
+        return said
+
+    return type_in
+
+
+@pytest.mark.parametrize("instances", ["0", "-1", "-8", "100000000000"])
+def test_a_batch_that_cannot_be_is_refused(refused, instances):
+    said = refused(
+        "compile", "--recipe=laptop", "--hardware=v5p-8", f"--batch-instances={instances}"
+    )
+    assert "Invalid value for '--batch-instances'" in said
+
+
+@pytest.mark.parametrize("more", [[], ["--batch-instances=8"]])
+def test_a_missing_stage_is_told_before_a_compiler_is_looked_for(refused, more):
+    said = refused(
+        "compile", "--recipe=olmo3_7b_stage3", "--hardware=h200", "--stage=stage2", *more
+    )
+    assert said == "UserError: recipe olmo3_7b_stage3 has no training stage 'stage2', only stage1"
+
+
+@pytest.mark.parametrize("more", [[], ["--replay=600:20"]])
+def test_a_plan_for_no_hardware_or_a_negative_price(refused, more):
+    for option in ("--hardware=", "--hardware=v5p-04x4x4"):
+        assert "v5p-" in refused("plan", "--recipe=olmo3_7b", option, *more)
+    assert "--price -1.0" in refused("plan", "--recipe=olmo3_7b", "--price=-1", *more)
