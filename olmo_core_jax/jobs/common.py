@@ -106,6 +106,8 @@ def _log_to_stdout() -> None:
         format="%(asctime)s %(message)s",
         datefmt="%H:%M:%S",
     )
+    # A log that cannot be written, on a full disk, must not bury the one line that says so.
+    logging.raiseExceptions = False
     # Loggers of libraries stay at warnings: their INFO lines bury ours.
     for noisy in ("absl", "jax", "orbax", "grain", "google", "urllib3"):
         logging.getLogger(noisy).setLevel(logging.WARNING)

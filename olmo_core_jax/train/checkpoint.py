@@ -17,9 +17,9 @@ from etils import epath
 from jax.experimental import multihost_utils
 
 from olmo_core_jax import storage
-from olmo_core_jax.errors import JobError, UserError
+from olmo_core_jax.errors import Diverged, JobError, UserError
 from olmo_core_jax.train import step_directory
-from olmo_core_jax.train.checksums import checksums
+from olmo_core_jax.train.checksums import checksums, nonfinite
 from olmo_core_jax.train.step_directory import (
     FORMAT,
     Damaged,
@@ -29,7 +29,7 @@ from olmo_core_jax.train.step_directory import (
     first_line,
 )
 
-__all__ = ["FORMAT", "CheckpointStore", "Damaged", "MetaArgs", "MetaHandler"]
+__all__ = ["CheckpointStore", "Damaged"]
 
 log = logging.getLogger(__name__)
 
@@ -46,6 +46,9 @@ class CheckpointStore:
 
     def __init__(self, directory: str, *, keep: int = 2, landmarks: Sequence[int] = ()):
         self.directory = str(directory)
+        where = epath.Path(self.directory)
+        if where.exists() and not where.is_dir():
+            raise UserError(f"{where} is not a folder: checkpoints go there; move it away")
         self._keep, self._landmarks = keep, frozenset(landmarks)
         self._unreadable: dict[int, str] = {}
         self._reported: set[str] = set()
@@ -80,9 +83,11 @@ class CheckpointStore:
         """Starts to write a step in the background; returns once the arrays may be reused.
 
         False: the step is there already and good. Raises JobError where this save failed, or the
-        one before it.
+        one before it, and Diverged, before anything is written, where the state holds a NaN or an
+        infinity: such a step is no place to go on from, and may not push a sound one out.
         """
         self.wait()
+        self._require_sound(step, state)
         # Landmarks stay whatever they are: nothing has to be read of them.
         passed = self._landmarks - {step}
         good = _from_first_process(lambda: list(self._good(passed)))
@@ -90,6 +95,7 @@ class CheckpointStore:
             return False
         if jax.process_index() == 0:
             step_directory.move_aside(self.directory, step)
+        self._unreadable.pop(step, None)
         self._expired = self._expired_by(step, good)
         full = {"format": FORMAT, "step": step, **meta, "checksums": checksums(state)}
         items = ocp.args.Composite(state=ocp.args.PyTreeSave(state), meta=MetaArgs(full))
@@ -180,6 +186,18 @@ class CheckpointStore:
                 self._reported.add(name)
                 log.warning("%s skipped: %s", storage.join(self.directory, name), reason)
 
+    def _require_sound(self, step: int, state: Mapping[str, Any]) -> None:
+        if bad := _poisoned(state):
+            more = f" and {len(bad) - 1} more arrays" if len(bad) > 1 else ""
+            raise Diverged(
+                f"after update {step} {bad[0]}{more} hold values that are not finite; nothing was saved; "
+                f"last good checkpoint: {self._last_good()}"
+            )
+
+    def _last_good(self) -> str:
+        good = next(self._good(), None)  # no talk with the other processes: they may be gone
+        return "none" if good is None else storage.join(self.directory, str(good))
+
     def _open_manager(self) -> ocp.CheckpointManager:
         if self._manager is None:
             options = ocp.CheckpointManagerOptions(create=True, preservation_policy=self)
@@ -223,15 +241,20 @@ class CheckpointStore:
         if changed:
             what = ", ".join(changed[:NAMED])
             raise Damaged(self.directory, step, f"{what}: not what was saved (checksum)")
+        if bad := _poisoned(state):
+            raise Damaged(self.directory, step, f"{bad[0]} holds values that are not finite")
         return state
 
     def _failed(self, error: Exception) -> JobError:
-        good = next(self._good(), None)  # no talk with the other processes: they may be gone
-        last = "none" if good is None else storage.join(self.directory, str(good))
         return JobError(
             f"a checkpoint under {self.directory} could not be written: {first_line(error)}; "
-            f"last good checkpoint: {last}"
+            f"last good checkpoint: {self._last_good()}"
         )
+
+
+def _poisoned(state: Mapping[str, Any]) -> list[str]:
+    """Weights and moments with a NaN or an infinity, from which no update leads away."""
+    return nonfinite({k: state[k] for k in ("params", "mu", "nu") if k in state})
 
 
 def _abstract(x) -> jax.ShapeDtypeStruct:

@@ -25,6 +25,19 @@ def checksums(tree) -> dict[str, int]:
     return dict(zip(paths, (int(v) for v in np.asarray(_device_sums(tree))), strict=True))
 
 
+def nonfinite(tree) -> list[str]:
+    """Paths of the floating-point arrays that hold a NaN or an infinity. A collective, as checksums is."""
+    leaves = {
+        key_name(path): x
+        for path, x in jax.tree_util.tree_leaves_with_path(tree)
+        if jnp.issubdtype(x.dtype, jnp.floating)
+    }
+    if not leaves:
+        return []
+    found = np.asarray(_any_nonfinite(list(leaves.values())))
+    return [name for name, bad in zip(leaves, found, strict=True) if bad]
+
+
 def array_checksum(x: np.ndarray, start: int = 0) -> int:
     """The same sum of one host array, in little memory and at the speed of a disk.
 
@@ -60,6 +73,11 @@ def _mix(bits, place):
 def key_name(path) -> str:
     """A leaf's place in its tree as `params/embed/weight`."""
     return jax.tree_util.keystr(path, simple=True, separator="/")
+
+
+@jax.jit
+def _any_nonfinite(leaves) -> jax.Array:
+    return jnp.stack([~jnp.isfinite(x).all() for x in leaves])
 
 
 @jax.jit

@@ -22,6 +22,12 @@ def initialize(topology: Topology) -> None:
     """
     arguments = cluster_arguments(topology)
     if arguments is None:
+        # Alone, it would train and write beside the process that owns the folder.
+        if process_id(topology) != 0:
+            raise UserError(
+                f"this process is number {process_id(topology)} of several, but is not told of the others: set "
+                "topology.distributed (mode explicit with coordinator and num_processes, or mode off)"
+            )
         return
     # Whoever gets a SIGTERM tells the others in the loop; JAX's own service would take the signal.
     jax.config.update("jax_enable_preemption_service", False)
@@ -71,7 +77,15 @@ def leave() -> None:
 
 
 def describe() -> str:
-    """Who this process is among all, and what it can use."""
+    """Who this process is among all, and what it can use. Raises UserError where JAX has no device of the platform."""
+    try:
+        jax.devices()
+    except (RuntimeError, AssertionError) as e:
+        why = str(e).partition("\n")[0] or type(e).__name__
+        raise UserError(
+            f"topology.platform {os.environ.get('JAX_PLATFORMS', 'default')}: JAX cannot use it here ({why}); "
+            "install its extra (pip install 'olmo-core-jax[cuda]' or '[tpu]'), or choose cpu"
+        ) from None
     kinds = sorted({d.device_kind for d in jax.local_devices()})
     return (
         f"process {jax.process_index()} of {jax.process_count()} on {socket.gethostname()} "

@@ -191,7 +191,7 @@ def test_windows():
     for bad, why in (
         ("", "no window to replay"),
         ("380", r"write \[STAGE/\]N:K"),
-        ("stage3/1:2", "no stage stage3"),
+        ("stage3/1:2", "no training stage .stage3."),
         ("390:20", "has updates 1 to 400"),
         ("380:0", "has updates 1 to 400"),
     ):

@@ -11,7 +11,7 @@ import orbax.checkpoint as ocp
 import pytest
 from processes import run_python
 
-from olmo_core_jax.errors import CRASH, JobError, UserError
+from olmo_core_jax.errors import CRASH, Diverged, JobError, UserError
 from olmo_core_jax.train.checkpoint import CheckpointStore, Damaged
 from olmo_core_jax.train.checksums import array_checksum, checksums
 
@@ -206,9 +206,13 @@ def test_a_failed_save_surfaces_at_the_next_one_at_the_latest(tmp_path, monkeypa
 
 def test_an_unwritable_directory_is_an_error_at_once(tmp_path):
     code = """
-import os, sys
+import os, shutil, sys
+from pathlib import Path
 from test_checkpoint import CheckpointStore, JobError, state
-store = CheckpointStore(sys.argv[1])
+folder = Path(sys.argv[1])
+store = CheckpointStore(str(folder))
+shutil.move(folder, folder.with_name("kept"))
+folder.write_text("a file where the folder was")
 try:
     store.save(20, state(20), {})
     store.wait()
@@ -217,8 +221,6 @@ except JobError as e:
     os._exit(0)  # threads of Orbax would wait for minutes
 """
     saved(tmp_path / "c", 10).close()
-    shutil.move(tmp_path / "c", tmp_path / "kept")
-    (tmp_path / "c").write_text("a file where the folder was")
     assert "refused: a checkpoint under" in run_python(code, str(tmp_path / "c"), timeout=60)
     assert CheckpointStore(str(tmp_path / "kept")).latest_good() == 10
 
@@ -314,3 +316,46 @@ def test_a_damaged_step_is_named_and_no_crash(tmp_path):
     flip_a_bit(array_file(tmp_path, 1))
     with pytest.raises(UserError, match=r"checkpoint .*/1: .*params/layer_"):
         CheckpointStore(str(tmp_path)).restore(1, state())
+
+
+@pytest.mark.parametrize("where", ["params", "mu", "nu"])
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_a_poisoned_state_is_not_saved_and_pushes_nothing_out(tmp_path, where, value):
+    """Such a step would be read back whole, be the newest, and be gone on from for ever."""
+    store = saved(tmp_path, 1, 2, keep=2)
+    bad = state(3) | {"mu": {"gain": jnp.ones(4)}, "nu": {"gain": jnp.ones(4)}}
+    bad[where]["gain"] = bad[where]["gain"].at[1].set(value)
+    with pytest.raises(Diverged, match=rf"{where}/gain hold.* last good checkpoint: .*/2$"):
+        store.save(3, bad, {})
+    store.close()
+    assert sorted(os.listdir(tmp_path)) == ["1", "2"]
+
+
+def test_a_poisoned_step_of_old_is_not_gone_on_from(tmp_path, monkeypatch, caplog):
+    bad = state(2)
+    bad["params"]["gain"] = bad["params"]["gain"].at[0].set(np.nan)
+    store = saved(tmp_path, 1)
+    with monkeypatch.context() as patch:
+        patch.setattr(CheckpointStore, "_require_sound", lambda *_: None)
+        store.save(2, bad, {"tokens_seen": TOKENS})
+        store.close()
+    _, meta = CheckpointStore(str(tmp_path)).restore_latest(state(), lambda *_: None)
+    assert meta["step"] == 1 and "params/gain holds values that are not finite" in caplog.text
+
+
+def test_a_step_that_replaces_a_damaged_one_counts_as_good(tmp_path):
+    saved(tmp_path, 1, 2).close()
+    flip_a_bit(array_file(tmp_path, 2))
+    store = CheckpointStore(str(tmp_path))
+    store.restore_latest(state(), lambda *_: None)
+    assert store.save(2, state(2), {})
+    store.wait()
+    assert store.latest_good() == 2 and not store.save(2, state(2), {})
+    store.close()
+    assert sum("damaged" in name for name in os.listdir(tmp_path)) == 1
+
+
+def test_a_file_where_checkpoints_go_is_named_before_anything_runs(tmp_path):
+    (tmp_path / "checkpoints").write_text("")
+    with pytest.raises(UserError, match="checkpoints is not a folder"):
+        CheckpointStore(str(tmp_path / "checkpoints"))

@@ -1,3 +1,6 @@
+import os
+import subprocess
+import sys
 import time
 
 import pytest
@@ -41,6 +44,30 @@ def test_explicit_takes_its_number_from_the_environment():
         Topology(distributed=explicit), {"JOB_COMPLETION_INDEX": "3"}
     )
     assert found == {"coordinator_address": "h:1", "num_processes": 4, "process_id": 3}
+
+
+@pytest.mark.parametrize("variable", ["JOB_COMPLETION_INDEX", "OLMO_PROCESS_ID"])
+def test_a_number_without_others_is_refused(monkeypatch, variable):
+    """It would take no lock, as it is not the first, and yet write, as JAX knows no other."""
+    monkeypatch.setenv(variable, "1")
+    with pytest.raises(UserError, match=r"process is number 1 of several.*topology\.distributed"):
+        distributed.initialize(Topology(platform="cpu"))
+    distributed.initialize(Topology(distributed=Distributed(mode="off")))
+
+
+@pytest.mark.parametrize("platform", ["cuda", "tpu"])
+def test_a_platform_that_is_not_there_is_named(platform):
+    code = f"""
+from olmo_core_jax.train import distributed
+from olmo_core_jax.errors import UserError
+try:
+    distributed.describe()
+except UserError as e:
+    print(e)
+"""
+    env = os.environ | {"JAX_PLATFORMS": platform, "TPU_SKIP_MDS_QUERY": "1"}
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env)
+    assert f"topology.platform {platform}: JAX cannot use it here" in run.stdout, run.stderr
 
 
 def test_explicit_without_an_address_is_refused():
