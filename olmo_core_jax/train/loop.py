@@ -103,7 +103,7 @@ class Trainer:
             self._strike(step, "update")
             stop = self._settle(leave=1)
             if stop or self._is_saved(step):
-                self._settle(leave=0)
+                stop = self._settle(leave=0) or stop
                 self._save(step)
             if stop:
                 self.store.wait()
@@ -138,12 +138,13 @@ class Trainer:
 
     def _settle(self, leave: int) -> bool:
         """Reports updates until `leave` are in flight. True: somebody asked to stop."""
-        stop = self.stop.requested and jax.process_count() == 1
+        votes = 0
         while len(self._in_flight) > leave:
             done: Dispatched = self._in_flight.popleft()
             self._report(done)
-            stop = stop or (done.vote is not None and int(done.vote) > 0)
-        return stop
+            votes += 0 if done.vote is None else int(done.vote)
+        # Several processes go by their votes alone, which all of them see alike.
+        return votes > 0 or (self.stop.requested and jax.process_count() == 1)
 
     def _report(self, done: Dispatched) -> None:
         ce, z, norm, skipped = (float(x) for x in jax.device_get(done.metrics))

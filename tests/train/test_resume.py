@@ -1,3 +1,4 @@
+import contextlib
 import dataclasses
 import logging
 import warnings
@@ -9,8 +10,10 @@ import pytest
 import tiny
 import yaml
 
-from olmo_core_jax.errors import Diverged, UserError
+from olmo_core_jax.errors import Diverged, Preempted, UserError
+from olmo_core_jax.jobs import train as jobs_train
 from olmo_core_jax.train.checkpoint import CheckpointStore
+from olmo_core_jax.train.run_log import MetricsWriter
 
 UPDATES = 30
 
@@ -30,6 +33,32 @@ def test_stopped_after_every_single_update(unbroken, tmp_path):
         tiny.train(tiny.context(recipe, tmp_path), stop_after=1)
     tiny.assert_same_run(whole, tmp_path, UPDATES)
     assert {row["attempt"] for row in tiny.rows(tmp_path)} == set(range(1, UPDATES + 1))
+
+
+@pytest.mark.parametrize("reported", [9, 10])
+def test_a_stop_that_comes_while_a_checkpoint_is_due_is_that_checkpoint(
+    unbroken, tmp_path, monkeypatch, reported
+):
+    """Told while the host waits for what update 9 or 10 reports: nothing is made or saved beyond 10."""
+    recipe, whole = unbroken
+    at = tiny.context(recipe, tmp_path)
+    write = MetricsWriter.write
+
+    def told(self, step, values):
+        write(self, step, values)
+        if step == reported:
+            at.stop.request()
+
+    with monkeypatch.context() as patch:
+        patch.setattr(MetricsWriter, "write", told)
+        with contextlib.ExitStack() as open_things:
+            trainer = jobs_train._trainer(at, open_things)
+            with pytest.raises(Preempted, match="checkpoint 10 is saved"):
+                trainer.run()
+    assert [row["step"] for row in tiny.rows(tmp_path)] == [*range(1, 11)]
+    assert CheckpointStore(str(tmp_path / "stage1_train/checkpoints")).good_steps() == [10]
+    tiny.train(tiny.context(recipe, tmp_path))
+    tiny.assert_same_run(whole, tmp_path, UPDATES)
 
 
 @pytest.mark.slow
