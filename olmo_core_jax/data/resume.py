@@ -51,6 +51,6 @@ def check_state(
     if differs and not accept_other_data:
         raise UserError(
             f"the checkpoint of step {step} was trained on other data ({'; '.join(differs)}): "
-            "restore the data, or accept other data explicitly, which gives up AI2's order"
+            "restore the data, or give up AI2's order: train --accept-other-data"
         )
     return [f"{NOT_REPRODUCIBLE}: {d}" for d in differs]

@@ -27,6 +27,11 @@ def flags(parser: argparse.ArgumentParser) -> None:
         metavar="N:term|kill|save,...",
         help="end attempt after attempt at these updates, to prove that a resume is exact",
     )
+    parser.add_argument(
+        "--accept-other-data",
+        action="store_true",
+        help="go on from a checkpoint that was trained on other data: its order is given up, and the record says so",
+    )
 
 
 def folder(args: argparse.Namespace) -> str:
@@ -78,7 +83,9 @@ def _trainer(context: Context, open_things: contextlib.ExitStack):
     index, order = open_stage_data(context.upstream("build_index", stage), section)
     store = open_things.enter_context(closing(_store(context, section)))
     upstream = context.upstream(UPSTREAM[stage], "checkpoints")
-    start = resume.starting_state(recipe, stage, index, grid, store, upstream)
+    start = resume.starting_state(
+        recipe, stage, (index, order), grid, store, upstream, context.args.accept_other_data
+    )
     first_step = int(start.state.step) + 1
     if jax.process_index() == 0 and first_step <= section.last_step:
         preflight(index, order, section, stage)  # before anything is trained on changed data
@@ -104,7 +111,7 @@ def _trainer(context: Context, open_things: contextlib.ExitStack):
         meter=metrics.Meter(
             recipe.model, section, jax.device_count(), jax.devices()[0].device_kind
         ),
-        identity=resume.run_identity(recipe, stage, index),
+        identity=resume.run_identity(recipe, stage) | _noted(start.data_notes),
         skipped=start.skipped,
     )
     if jax.process_index() == 0 and first_step <= section.last_step:  # the one writer
@@ -115,8 +122,12 @@ def _trainer(context: Context, open_things: contextlib.ExitStack):
         attempt = max(writer.attempt, lines.attempt, 1 + _begun(context))
         writer.attempt = lines.attempt = attempt
         trainer.interruption = interruption.of_attempt(context.args.interrupt, attempt)
-        _note_attempt(context, trainer, attempt, first_step)
+        _note_attempt(context, trainer, attempt, first_step, _noted(start.data_notes))
     return trainer
+
+
+def _noted(data_notes: tuple[str, ...]) -> dict[str, list[str]]:
+    return {"data_notes": list(data_notes)} if data_notes else {}
 
 
 def _begun(context: Context) -> int:
@@ -126,7 +137,9 @@ def _begun(context: Context) -> int:
     return max((int(number) for number in numbers if number.isdigit()), default=0)
 
 
-def _note_attempt(context: Context, trainer, attempt: int, first_step: int) -> None:
+def _note_attempt(
+    context: Context, trainer, attempt: int, first_step: int, notes: dict[str, list[str]]
+) -> None:
     """attempts/<n>.json: what this attempt runs on. A stage may move between shapes; the report shows its segments."""
     import jax
 
@@ -138,7 +151,7 @@ def _note_attempt(context: Context, trainer, attempt: int, first_step: int) -> N
         "kind": trainer.meter.kind,
         "processes": jax.process_count(),
         "restart": os.environ.get("JOBSET_RESTART", ""),
-    }
+    } | notes
     storage.write_json(context.path("attempts", f"{attempt:05d}.json"), facts)
 
 

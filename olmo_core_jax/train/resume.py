@@ -13,6 +13,8 @@ from jax.sharding import Mesh
 
 from olmo_core_jax import recipes, storage
 from olmo_core_jax.data.index import Index
+from olmo_core_jax.data.order import Order
+from olmo_core_jax.data.resume import check_state
 from olmo_core_jax.errors import UserError
 from olmo_core_jax.model.olmo3 import abstract_params, init_params
 from olmo_core_jax.optim.skip_step_adamw import SkipStepAdamWState
@@ -25,10 +27,12 @@ log = logging.getLogger("olmo")
 
 
 class Start(NamedTuple):
-    """What a run goes on from. skipped: updates of this stage that were skipped before."""
+    """What a run goes on from. skipped: updates of this stage that were skipped before. data_notes: what makes the data's
+    order another than the one that was begun."""
 
     state: TrainState
     skipped: int = 0
+    data_notes: tuple[str, ...] = ()
 
 
 def state_tree(state: TrainState) -> dict[str, Any]:
@@ -51,22 +55,32 @@ def abstract_state(recipe: Recipe, stage: str, mesh: Mesh) -> TrainState:
 
 
 def starting_state(
-    recipe: Recipe, stage: str, index: Index, mesh: Mesh, store: CheckpointStore, upstream: str
+    recipe: Recipe,
+    stage: str,
+    data: tuple[Index, Order],
+    mesh: Mesh,
+    store: CheckpointStore,
+    upstream: str,
+    accept_other_data: bool = False,
 ) -> Start:
     """Where to go on from; upstream: the directory whose checkpoint 0 a stage begins with.
 
-    Raises UserError where what is there belongs to something else."""
+    Raises UserError where what is there belongs to something else; other data may be accepted (data/resume.py)."""
     like = state_tree(abstract_state(recipe, stage, mesh))
-    identity = run_identity(recipe, stage, index)
+    identity = run_identity(recipe, stage)
 
     def accept(step: int, meta: dict) -> None:
         _require_same(store, step, meta, identity)
+        check_state(meta["data"], *data, step, accept_other_data)
 
     found = store.restore_latest(like, accept)
     if found is not None:
         tree, meta = found
         log.info("resumed from checkpoint %d of %s", meta["step"], store.directory)
-        return Start(from_tree(tree), meta["skipped"])
+        now = check_state(meta["data"], *data, meta["step"], accept_other_data)
+        for note in now:
+            log.warning("%s", note)
+        return Start(from_tree(tree), meta["skipped"], (*meta.get("data_notes", ()), *now))
     begin = CheckpointStore(upstream)
     reason = begin.problem(0)
     if reason is not None:
@@ -83,25 +97,23 @@ def starting_state(
     return Start(_fresh(recipe, stage, mesh, begin.restore_params(0, shapes)[0]))
 
 
-def run_identity(recipe: Recipe, stage: str, index: Index) -> dict[str, Any]:
+def run_identity(recipe: Recipe, stage: str) -> dict[str, Any]:
     """What a checkpoint has to agree with before anything of it is used."""
     return {
         "recipe": recipes.digest(recipe),
         "stage": stage,
         "model": recipe.model.model_dump(mode="json"),
         "precision": recipe.precision.model_dump(mode="json"),
-        "fingerprint": index.fingerprint,
     }
 
 
 def _require_same(store: CheckpointStore, step: int, meta: dict, identity: dict) -> None:
-    there = {**meta, "fingerprint": meta.get("data", {}).get("fingerprint")}
     for name, wanted in identity.items():
         # What a checkpoint says nothing about is not contradicted; its arrays are compared anyway.
-        if there.get(name) is not None and there[name] != wanted:
+        if meta.get(name) is not None and meta[name] != wanted:
             raise UserError(
                 f"checkpoint {storage.join(store.directory, str(step))} is of another {name}: "
-                f"{_differences(there[name], wanted)}. Choose another output folder, or go back"
+                f"{_differences(meta[name], wanted)}. Choose another output folder, or go back"
             )
 
 

@@ -1,5 +1,6 @@
 import contextlib
 import dataclasses
+import json
 import logging
 import warnings
 from pathlib import Path
@@ -149,7 +150,7 @@ def test_another_recipe_is_refused(unbroken, tmp_path, change):
         tiny.train(at)
 
 
-def test_other_data_is_refused(unbroken, tmp_path):
+def test_other_data_is_refused_unless_accepted(unbroken, tmp_path, caplog):
     """The same recipe text, but another file behind it."""
     recipe = tiny.write_recipe(tmp_path / "recipe", UPDATES)
     tiny.train(tiny.context(recipe, tmp_path / "run"), stop_after=3)
@@ -159,8 +160,24 @@ def test_other_data_is_refused(unbroken, tmp_path):
     for old in (tmp_path / "run/build_index/stage1").iterdir():
         old.unlink()
     tiny.build_index(tmp_path / "run", tiny.context(recipe, tmp_path / "run").recipe)
-    with pytest.raises(UserError, match=r"is of another fingerprint: .* there, .* here"):
-        tiny.train(tiny.context(recipe, tmp_path / "run"))
+    at = tiny.context(recipe, tmp_path / "run")
+    with pytest.raises(
+        UserError, match=r"trained on other data .fingerprint \w+ in the .*, \w+ now"
+    ):
+        tiny.train(at)
+    at.args.accept_other_data = True
+    with caplog.at_level(logging.WARNING):
+        tiny.train(at, stop_after=1)
+    assert "data order not reproducible: fingerprint" in caplog.text
+    tiny.train(
+        tiny.context(recipe, tmp_path / "run"), stop_after=1
+    )  # from here on it is the run's data
+    folder = tmp_path / "run/stage1_train"
+    metas = [CheckpointStore(str(folder / "checkpoints")).meta(step) for step in (4, 5)]
+    (note,) = json.loads((folder / "attempts/00002.json").read_text())["data_notes"]
+    assert all(m["data_notes"] == [note] for m in metas)
+    assert metas[0]["data"]["fingerprint"] in note
+    assert "data_notes" not in json.loads((folder / "attempts/00001.json").read_text())
 
 
 def test_nan_updates_in_a_row_end_the_run(tmp_path):
@@ -215,6 +232,21 @@ def test_one_compile_no_donation_warning_and_constant_dtypes(tmp_path):
     params, opt = trainer.state.params, trainer.state.opt
     for tree in (params, opt.mu, opt.nu):
         assert {x.dtype for x in jax.tree.leaves(tree)} == {np.dtype("float32")}
+
+
+def test_masked_instances_are_logged_as_the_devices_saw_them(tmp_path):
+    """A process knows only the rows that its loader gave: here two of eight are masked behind its back."""
+    recipe = tiny.write_recipe(tmp_path / "recipe", 6)
+    raw = yaml.safe_load(Path(recipe).read_text())
+    raw["stage1"]["data"]["repetition_filter"] = {"min_period": 1, "max_period": 2, "max_count": 30}
+    Path(recipe).write_text(yaml.safe_dump(raw))
+
+    def masked(step_fn, state, batch, rate):
+        mask = batch.instance_mask & (np.arange(tiny.BATCH) > 1)
+        return step_fn(state, batch._replace(instance_mask=mask), rate)
+
+    tiny.train(tiny.context(recipe, tmp_path / "run"), around=masked)
+    assert [row["train/masked instances (%)"] for row in tiny.rows(tmp_path / "run")] == [0.25] * 6
 
 
 def test_learning_rate_list_is_the_schedule(unbroken):

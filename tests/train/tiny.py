@@ -84,7 +84,7 @@ def context(
     recipe = recipes.load_recipe(recipe_path)
     if not Path(run_root, "build_index", stage).exists():
         build_index(run_root, recipe, stage)
-    args = argparse.Namespace(stage=stage, interrupt="")
+    args = argparse.Namespace(stage=stage, interrupt="", accept_other_data=False)
     folder = storage.join(str(run_root), f"{stage}_train")
     return Context(recipe, str(run_root), folder, args, topology or Topology(), StopRequest(25))
 
