@@ -49,7 +49,6 @@ class Dispatched(NamedTuple):
     learning_rate: float
     metrics: StepMetrics
     vote: jax.Array | None
-    masked: float
     data_seconds: float
     instances: jax.Array | np.ndarray
     tokens_digest: str | None
@@ -129,12 +128,11 @@ class Trainer:
         rate = learning_rate(self.stage, step)
         whole = global_batch(self.mesh, self.stage.batch_instances, self.loader.rows, batch)
         self.state, metrics = self.step_fn(self.state, whole, np.float32(rate))
-        masked = 1 - float(np.mean(batch.instance_mask))
         cast = vote.cast(self.stop.requested) if vote else None
         alone = len(ids) == self.stage.batch_instances
         given = ids if alone else self._delivered.gather(ids)
         tokens = digest(batch.tokens) if alone and self.instances is not None else None
-        self._in_flight.append(Dispatched(step, rate, metrics, cast, masked, waited, given, tokens))
+        self._in_flight.append(Dispatched(step, rate, metrics, cast, waited, given, tokens))
 
     def _settle(self, leave: int) -> bool:
         """Reports updates until `leave` are in flight. True: somebody asked to stop."""
@@ -147,7 +145,7 @@ class Trainer:
         return votes > 0 or (self.stop.requested and jax.process_count() == 1)
 
     def _report(self, done: Dispatched) -> None:
-        ce, z, norm, skipped = (float(x) for x in jax.device_get(done.metrics))
+        ce, z, norm, skipped, masked = (float(x) for x in jax.device_get(done.metrics))
         now = time.monotonic()
         seconds = None if self._ended is None else now - self._ended
         if seconds is None:
@@ -160,7 +158,7 @@ class Trainer:
             norm,
             skipped,
             done.learning_rate,
-            done.masked,
+            masked,
             done.data_seconds,
             seconds,
         )

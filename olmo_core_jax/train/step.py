@@ -32,12 +32,14 @@ class TrainState(NamedTuple):
 
 class StepMetrics(NamedTuple):
     """f32 scalars of one update. z_loss includes its multiplier and ce_loss does not include it;
-    grad_norm is before clipping; skipped is 0 or 1."""
+    grad_norm is before clipping; skipped is 0 or 1; masked: the share of the whole batch's
+    instances that the repetition filter left out."""
 
     ce_loss: jax.Array
     z_loss: jax.Array
     grad_norm: jax.Array
     skipped: jax.Array
+    masked: jax.Array
 
 
 def init_state(params: dict, stage: Stage, precision: Precision | None = None) -> TrainState:
@@ -99,7 +101,8 @@ def make_train_step(
         opt = cast(SkipStepAdamWState, opt)
         skipped = (opt.count == state.opt.count).astype(jnp.float32)
         params = cast(dict, optax.apply_updates(state.params, updates))
-        metrics = StepMetrics(loss.ce, loss.z, norm, skipped)
+        masked = 1 - jnp.mean(batch.instance_mask, dtype=jnp.float32)
+        metrics = StepMetrics(loss.ce, loss.z, norm, skipped, masked)
         return TrainState(params, opt, state.step + 1), metrics
 
     return jax.jit(train_step, donate_argnums=0)

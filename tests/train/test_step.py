@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers import slow_unless, tiny_model
 
 from olmo_core_jax.data.batch import Batch
 from olmo_core_jax.errors import UserError
@@ -18,7 +19,6 @@ from olmo_core_jax.recipes.schema import (
     Data,
     Linear,
     Loss,
-    Model,
     Optimizer,
     Precision,
     Stage,
@@ -26,17 +26,7 @@ from olmo_core_jax.recipes.schema import (
 from olmo_core_jax.topology import Topology
 from olmo_core_jax.train.step import init_state, make_train_step
 
-MODEL = Model(
-    n_layers=4,
-    d_model=32,
-    n_heads=4,
-    n_kv_heads=2,
-    head_dim=8,
-    mlp_hidden=48,
-    vocab_size=120,
-    padded_vocab_size=128,
-    pattern=[8, -1],
-)
+MODEL = tiny_model(d_model=32, n_heads=4, mlp_hidden=48, vocab_size=120, padded_vocab_size=128)
 B, S = 4, 32
 
 
@@ -94,9 +84,7 @@ WAYS = {
 QUICK = ("accumulation 4", "unrolled", "all together")
 
 
-@pytest.mark.parametrize(
-    "way", [pytest.param(w, marks=[] if w in QUICK else pytest.mark.slow) for w in WAYS]
-)
+@pytest.mark.parametrize("way", slow_unless(WAYS, QUICK))
 def test_topology_does_not_change_the_numbers(plain, way):
     """With a masked instance, so that micro-batches hold different numbers of targets."""
     settings = {"attention": "reference"} | WAYS[way]
@@ -109,6 +97,11 @@ def test_topology_does_not_change_the_numbers(plain, way):
     assert int(state.step) == 3 and int(state.opt.count) == 4
     for a, e in zip(jax.tree.leaves(state.params), jax.tree.leaves(plain[0].params), strict=True):
         np.testing.assert_allclose(a, e, atol=2e-5)
+
+
+def test_masked_instances_are_those_of_the_whole_batch(plain):
+    """Whatever rows of it a process holds: the update itself counts them."""
+    assert [float(m.masked) for m in plain[1]] == [0.25] * 3
 
 
 def test_the_learning_rate_given_is_the_one_applied():
