@@ -15,19 +15,19 @@ TRAINING_STAGES = ("stage1", "stage2")
 
 
 class Strict(BaseModel):
-    """Base of every section: immutable, no unknown keys."""
+    """Base of every section: immutable, no unknown keys, no infinities."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
 
 
 class RopeScaling(Strict):
     """YaRN, on full-attention layers only (Olmo 3 stage 3)."""
 
     kind: Literal["yarn"] = "yarn"
-    factor: float = 8.0
-    beta_fast: float = 32.0
-    beta_slow: float = 1.0
-    original_length: int = 8192
+    factor: float = Field(default=8.0, gt=0)
+    beta_fast: float = Field(default=32.0, gt=0)
+    beta_slow: float = Field(default=1.0, gt=0)
+    original_length: int = Field(default=8192, gt=0)
 
 
 class Model(Strict):
@@ -45,11 +45,11 @@ class Model(Strict):
     mlp_hidden: int = Field(gt=0)
     vocab_size: int = Field(gt=0, description="real token ids")
     padded_vocab_size: int = Field(gt=0, description="rows of the embedding and the head")
-    pattern: list[int] = [4096, 4096, 4096, -1]
-    rope_theta: float = 500_000.0
+    pattern: list[int] = Field(default=[4096, 4096, 4096, -1], min_length=1)
+    rope_theta: float = Field(default=500_000.0, gt=1)
     rope_scaling: RopeScaling | None = None
-    norm_eps: float = 1e-6
-    init_std: float = 0.02
+    norm_eps: float = Field(default=1e-6, gt=0)
+    init_std: float = Field(default=0.02, gt=0)
 
     @model_validator(mode="after")
     def _consistent(self):
@@ -122,15 +122,23 @@ class Weights(Strict):
     parity: str | None = Field(
         default=None, description="npz with tokens [B,S] and the reference's fp32 logits [B,S,V]"
     )
-    init_seed: int = 0
+    init_seed: int = Field(
+        default=0, ge=0, lt=2**32, description="JAX makes its keys of 32 bits of a seed"
+    )
 
 
 class RepetitionFilter(Strict):
     """OLMo-core's n-gram filter: an instance with a period in [min, max] repeated max_count times is masked."""
 
-    min_period: int = 1
-    max_period: int = 13
-    max_count: int = 32
+    min_period: int = Field(default=1, gt=0)
+    max_period: int = Field(default=13, gt=0)
+    max_count: int = Field(default=32, gt=0)
+
+    @model_validator(mode="after")
+    def _has_a_period(self):
+        if self.min_period > self.max_period:
+            raise ValueError(f"min_period {self.min_period} is above max_period {self.max_period}")
+        return self
 
 
 class Data(Strict):
@@ -139,8 +147,8 @@ class Data(Strict):
     )
     base: str = Field(description="folder or bucket that the manifest's paths are under")
     sequence_length: int = Field(gt=1)
-    max_target_sequence_length: int | None = None
-    seed: int
+    max_target_sequence_length: int | None = Field(default=None, gt=0)
+    seed: int = Field(ge=0)
     dtype: Literal["uint8", "uint16", "uint32", "uint64"] | None = Field(
         default=None, description="default: smallest that holds the vocabulary"
     )
@@ -157,7 +165,7 @@ class Cosine(Strict):
     warmup: int = Field(ge=0)
     alpha_f: float = Field(default=0.1, ge=0)
     max_tokens: int | None = Field(
-        default=None, description="sets T; default: the stage's max_tokens"
+        default=None, gt=0, description="sets T; default: the stage's max_tokens"
     )
 
 
@@ -168,7 +176,7 @@ class HalfCosine(Strict):
     peak: float = Field(gt=0)
     warmup: int = Field(ge=0)
     alpha_f: float = Field(default=0.1, ge=0)
-    max_tokens: int | None = None
+    max_tokens: int | None = Field(default=None, gt=0)
 
 
 class Linear(Strict):
@@ -178,7 +186,7 @@ class Linear(Strict):
     peak: float = Field(gt=0)
     warmup: int = Field(default=0, ge=0)
     alpha_f: float = Field(default=0.0, ge=0)
-    max_tokens: int | None = None
+    max_tokens: int | None = Field(default=None, gt=0)
 
 
 class WSD(Strict):
@@ -189,7 +197,7 @@ class WSD(Strict):
     warmup: int = Field(ge=0)
     decay: int = Field(gt=0)
     alpha_f: float = Field(default=0.0, ge=0)
-    max_tokens: int | None = None
+    max_tokens: int | None = Field(default=None, gt=0)
 
 
 class Segment(Strict):
@@ -205,7 +213,9 @@ class Stitched(Strict):
 
     kind: Literal["stitched"] = "stitched"
     segments: list[Segment] = Field(min_length=2)
-    allow_jump: float = Field(default=0.01, description="largest relative LR difference at a join")
+    allow_jump: float = Field(
+        default=0.01, ge=0, description="largest relative LR difference at a join"
+    )
 
 
 Schedule = Annotated[Cosine | HalfCosine | Linear | WSD | Stitched, Field(discriminator="kind")]
@@ -226,12 +236,12 @@ class SkipRule(Strict):
 class Optimizer(Strict):
     """SkipStepAdamW. Every parameter but the embedding decays with weight_decay, norm gains included."""
 
-    beta1: float = 0.9
-    beta2: float = 0.95
-    eps: float = 1e-8
-    weight_decay: float = 0.1
-    embedding_weight_decay: float = 0.0
-    clip_norm: float | None = 1.0
+    beta1: float = Field(default=0.9, ge=0, lt=1)
+    beta2: float = Field(default=0.95, ge=0, lt=1)
+    eps: float = Field(default=1e-8, ge=0)
+    weight_decay: float = Field(default=0.1, ge=0)
+    embedding_weight_decay: float = Field(default=0.0, ge=0)
+    clip_norm: float | None = Field(default=1.0, gt=0, description="null: no clipping")
     skip: SkipRule | None = SkipRule()
     adam_count_start: Literal[0, 1] = Field(
         default=1,
@@ -246,7 +256,9 @@ class Loss(Strict):
 
 class Checkpoints(Strict):
     every: int = Field(gt=0, description="updates between saves")
-    landmarks: list[int] = Field(default=[], description="steps that are saved and kept for ever")
+    landmarks: list[Annotated[int, Field(gt=0)]] = Field(
+        default=[], description="steps that are saved and kept for ever"
+    )
     keep: int = Field(
         default=2,
         gt=0,
@@ -323,7 +335,7 @@ class Evaluation(Strict):
         default=None, description="folder of lm-evaluation-harness task YAML files"
     )
     tasks: list[str] = []
-    limit: int | None = None
+    limit: int | None = Field(default=None, gt=0)
     batch_size: int = Field(default=8, gt=0)
 
 

@@ -1,5 +1,7 @@
 """Recipes: what is refused, with which words, and what a digest depends on."""
 
+import math
+import re
 import shutil
 
 import pytest
@@ -67,6 +69,75 @@ def test_bad_fields_are_named(tmp_path, laptop, field, value, said):
     with pytest.raises(UserError, match=said) as e:
         recipes.load_recipe(write(tmp_path, laptop))
     assert "mine.yaml" in str(e.value)
+
+
+@pytest.mark.parametrize(
+    ("field", "values"),
+    [
+        ("model.pattern", [[]]),
+        ("model.rope_theta", [0.0, -1.0, 1.0, math.inf]),
+        ("model.norm_eps", [0.0, math.nan]),
+        ("model.init_std", [0.0, -0.02, math.inf]),
+        ("model.rope_scaling.factor", [0.0, -8.0]),
+        ("model.rope_scaling.beta_fast", [0.0]),
+        ("model.rope_scaling.beta_slow", [0.0]),
+        ("model.rope_scaling.original_length", [0]),
+        ("weights.init_seed", [-1, 2**32, 2**64]),
+        ("stage1.data.seed", [-1]),
+        ("stage1.data.max_target_sequence_length", [0, -128]),
+        ("stage1.data.repetition_filter.min_period", [0]),
+        ("stage1.data.repetition_filter.max_period", [0]),
+        ("stage1.data.repetition_filter.max_count", [0]),
+        ("stage1.schedule.peak", [0.0, math.inf, math.nan]),
+        ("stage1.schedule.alpha_f", [-0.1, math.inf]),
+        ("stage1.schedule.max_tokens", [0, -5]),
+        ("stage1.optimizer.beta1", [-0.1, 1.0]),
+        ("stage1.optimizer.beta2", [-0.1, 1.0]),
+        ("stage1.optimizer.eps", [-1e-8, math.nan]),
+        ("stage1.optimizer.weight_decay", [-0.1]),
+        ("stage1.optimizer.embedding_weight_decay", [-0.1]),
+        ("stage1.optimizer.clip_norm", [0.0, -1.0, math.inf]),
+        ("stage1.checkpoints.landmarks", [[0], [100, -1]]),
+        ("evaluation.limit", [0, -1]),
+    ],
+)
+def test_numbers_that_cannot_be_are_refused(tmp_path, laptop, field, values):
+    laptop["model"]["rope_scaling"] = {}
+    laptop["stage1"]["data"]["repetition_filter"] = {}
+    laptop["stage1"].setdefault("optimizer", {})
+    recipes.load_recipe(write(tmp_path, laptop))
+    for value in values:
+        set_in(laptop, field, value)
+        with pytest.raises(UserError) as e:
+            recipes.load_recipe(write(tmp_path, laptop))
+        section, name = map(re.escape, field.rpartition(".")[::2])
+        # A schedule's field is named with its kind, too: stage1.schedule.cosine.peak.
+        said = rf"mine\.yaml: {section}(\.\w+)?\.{name}(\.\d)?: (Input|List) should"
+        assert re.search(said, str(e.value)), str(e.value)
+
+
+@pytest.mark.parametrize("kind", ["cosine", "half_cosine", "linear", "wsd", "stitched"])
+def test_every_kind_of_schedule_refuses_a_span_of_nothing(tmp_path, laptop, kind):
+    laptop["stage1"]["schedule"] = one = {"kind": kind, "peak": 0.1, "warmup": 2}
+    if kind == "wsd":
+        one["decay"] = 5
+    if kind == "stitched":
+        parts = [one | {"kind": "linear"} for _ in range(2)]
+        segments = [{"until": n, "schedule": p} for n, p in zip((200, 400), parts, strict=True)]
+        laptop["stage1"]["schedule"] = {"kind": kind, "segments": segments}
+        recipes.load_recipe(write(tmp_path, laptop))
+        laptop["stage1"]["schedule"]["allow_jump"] = -0.01
+    else:
+        recipes.load_recipe(write(tmp_path, laptop))
+        one["max_tokens"] = 0
+    with pytest.raises(UserError, match=r"stage1\.schedule.*(max_tokens|allow_jump): Input"):
+        recipes.load_recipe(write(tmp_path, laptop))
+
+
+def test_a_filter_needs_a_period(tmp_path, laptop):
+    laptop["stage1"]["data"]["repetition_filter"] = {"min_period": 14}
+    with pytest.raises(UserError, match="repetition_filter: min_period 14 is above max_period 13"):
+        recipes.load_recipe(write(tmp_path, laptop))
 
 
 @pytest.mark.parametrize("text", ["- a\n- b", "a: [", "", "\x00"])
