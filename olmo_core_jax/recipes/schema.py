@@ -214,7 +214,10 @@ class Stitched(Strict):
     kind: Literal["stitched"] = "stitched"
     segments: list[Segment] = Field(min_length=2)
     allow_jump: float = Field(
-        default=0.01, ge=0, description="largest relative LR difference at a join"
+        default=0.01,
+        ge=0,
+        allow_inf_nan=True,
+        description="largest relative LR difference at a join; .inf: any",
     )
 
 

@@ -116,8 +116,18 @@ def test_numbers_that_cannot_be_are_refused(tmp_path, laptop, field, values):
         assert re.search(said, str(e.value)), str(e.value)
 
 
-@pytest.mark.parametrize("kind", ["cosine", "half_cosine", "linear", "wsd", "stitched"])
-def test_every_kind_of_schedule_refuses_a_span_of_nothing(tmp_path, laptop, kind):
+@pytest.mark.parametrize(
+    ("kind", "bad"),
+    [
+        ("cosine", 0),
+        ("half_cosine", 0),
+        ("linear", -1),
+        ("wsd", 0),
+        ("stitched", -0.01),
+        ("stitched", math.nan),
+    ],
+)
+def test_every_kind_of_schedule_refuses_what_cannot_be(tmp_path, laptop, kind, bad):
     laptop["stage1"]["schedule"] = one = {"kind": kind, "peak": 0.1, "warmup": 2}
     if kind == "wsd":
         one["decay"] = 5
@@ -125,11 +135,13 @@ def test_every_kind_of_schedule_refuses_a_span_of_nothing(tmp_path, laptop, kind
         parts = [one | {"kind": "linear"} for _ in range(2)]
         segments = [{"until": n, "schedule": p} for n, p in zip((200, 400), parts, strict=True)]
         laptop["stage1"]["schedule"] = {"kind": kind, "segments": segments}
-        recipes.load_recipe(write(tmp_path, laptop))
-        laptop["stage1"]["schedule"]["allow_jump"] = -0.01
+        for any_jump in (0.01, math.inf):
+            laptop["stage1"]["schedule"]["allow_jump"] = any_jump
+            recipes.load_recipe(write(tmp_path, laptop))
+        laptop["stage1"]["schedule"]["allow_jump"] = bad
     else:
         recipes.load_recipe(write(tmp_path, laptop))
-        one["max_tokens"] = 0
+        one["max_tokens"] = int(bad)
     with pytest.raises(UserError, match=r"stage1\.schedule.*(max_tokens|allow_jump): Input"):
         recipes.load_recipe(write(tmp_path, laptop))
 
