@@ -1,7 +1,8 @@
 """Reading a compiled program's text: matrix FLOPs and collective bytes a device, loops counted as often as they run.
 
 XLA's own cost analysis counts a loop's body once and leaves custom kernels out, so it says little about a scanned model.
-Here every `while` whose trip count can be read off multiplies what is inside it.
+Here every `while` whose trip count can be read off multiplies what is inside it; of a `conditional` the branch with most
+matrix FLOPs counts, and among equals the one that receives most bytes.
 """
 
 import re
@@ -19,6 +20,9 @@ _HEADER = re.compile(r"^(ENTRY )?%?([\w.-]+)(?: \(.*\) -> .*)? \{$")
 _OP = re.compile(r"^\s+(?:ROOT )?%?([\w.-]+) = (.+?) ([\w-]+)\((.*)$")
 _SHAPE = re.compile(r"(\w+)\[([\d,]*)\]")
 _CALLS = re.compile(r"(?:calls|body|called_computations|to_apply)=\{?%?([\w.-]+)")
+_BRANCHES = re.compile(
+    r"(?:true_computation|false_computation)=%?([\w.-]+)|branch_computations=\{([^}]*)\}"
+)
 _CONDITION = re.compile(r"condition=%?([\w.-]+)")
 _TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
 _CONTRACT = re.compile(r"lhs_contracting_dims=\{([\d,]*)\}")
@@ -87,11 +91,32 @@ def _add(computations: dict[str, _Computation], name: str, times: int, counts: C
             trips = _trip_count(computations, rest)
             counts.unknown_loops += trips is None
             inner = times * (trips or 1)
-        if kind in ("while", "fusion", "call", "async-start", "conditional", "custom-call"):
+        if kind == "conditional":
+            _add_dearest(computations, _branches(rest), times, counts)
+        elif kind in ("while", "fusion", "call", "async-start", "custom-call"):
             # The last: collectives that a SparseCore carries out lie in a custom call's computation.
             for called in _CALLS.findall(rest):
                 if called in computations:
                     _add(computations, called, inner, counts)
+
+
+def _branches(rest: str) -> list[str]:
+    found = [one or several for one, several in _BRANCHES.findall(rest)]
+    return [name.strip().lstrip("%") for names in found for name in names.split(",")]
+
+
+def _add_dearest(
+    computations: dict[str, _Computation], names: list[str], times: int, counts: Counts
+) -> None:
+    branches = []
+    for name in names:
+        branches.append(Counts())
+        _add(computations, name, times, branches[-1])
+    dearest = max(branches, key=lambda c: (c.matrix_flops, sum(c.collective_bytes.values())))
+    counts.matrix_flops += dearest.matrix_flops
+    counts.collective_bytes += dearest.collective_bytes
+    counts.unknown_loops += dearest.unknown_loops
+    counts.kernels += dearest.kernels
 
 
 def _trip_count(computations: dict[str, _Computation], rest: str) -> int | None:

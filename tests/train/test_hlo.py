@@ -120,3 +120,33 @@ def test_a_real_convolution_counts_its_taps():
     )
     program = jax.jit(conv).lower(jnp.ones((2, 5, 16)), jnp.ones((7, 5, 3)))
     assert hlo.count(text(program)).matrix_flops == program.cost_analysis()["flops"]
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("branches", [2, 3], ids=["cond", "switch"])
+def test_of_branches_the_dearest_counts(branches, compiled):
+    """XLA, too, takes the largest of them; how often: the loop's three times."""
+
+    def product(n):
+        return lambda x: sum((jnp.tanh(x + i) @ x for i in range(n)), x)
+
+    def body(x, which):
+        if branches == 2:
+            return jax.lax.cond(which > 0, product(2), product(1), x), None
+        return jax.lax.switch(which, [product(n) for n in (1, 3, 2)], x), None
+
+    def once(x, which):
+        return body(x, which)[0]
+
+    def thrice(x, which):
+        return jax.lax.scan(body, x, which)[0]
+
+    dearest = (2 if branches == 2 else 3) * 2 * 64**3
+    x, which = jnp.ones((64, 64)), jnp.int32(1)
+    program = jax.jit(once).lower(x, which)
+    # What it adds to the products are a few operations an element.
+    assert 1 <= program.cost_analysis()["flops"] / dearest < 1.1
+    for function, argument, times in ((once, which, 1), (thrice, jnp.full(3, which), 3)):
+        program = jax.jit(function).lower(x, argument)
+        found = hlo.count(program.compile().as_text() if compiled else text(program))
+        assert found.matrix_flops == times * dearest and found.unknown_loops == 0
