@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from helpers import json_lines
 
 FLOW = Path(__file__).parents[2] / "flows" / "ablate_heads.py"
 
@@ -115,8 +116,8 @@ def assert_figures_are_the_logs(figures, root):
     """Worked out anew from both metrics.jsonl: the losses differ, but not in what was fed or where they began."""
     losses = {}
     for name in ("4x12", "2x24"):
-        lines = (root / name / "stage1_train/metrics/metrics.jsonl").read_text().splitlines()
-        losses[name] = [json.loads(line)["train/CE loss"] for line in lines]
+        rows = json_lines(root / name / "stage1_train/metrics/metrics.jsonl")
+        losses[name] = [row["train/CE loss"] for row in rows]
         assert len(losses[name]) == 12
         mean = sum(losses[name][-3:]) / 3
         assert figures[f"{name}/CE loss, mean of updates 10 to 12"] == pytest.approx(

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from helpers import json_lines
 
 from olmo_core_jax.recipes import load_recipe
 
@@ -98,13 +99,6 @@ def short(tmp_path):
     return str(path)
 
 
-def lines(path):
-    """Whole lines of a file that may still be written to."""
-    if not path.exists():
-        return []
-    return [json.loads(x) for x in path.read_text().splitlines(keepends=True) if x.endswith("\n")]
-
-
 def wait_for(condition, what, seconds=300):
     deadline = time.monotonic() + seconds
     while not condition():
@@ -125,7 +119,7 @@ def test_a_killed_flow_resumes_exactly(flow, short, tmp_path):
     root = tmp_path / "root"
     metrics = root / "stage1_train/metrics/metrics.jsonl"
     first = flow("run", "--recipe", short, "--output", str(root))
-    wait_for(lambda: len(lines(metrics)) > 25, "25 updates")
+    wait_for(lambda: len(json_lines(metrics)) > 25, "25 updates")
     trainer = json.loads((root / "stage1_train/lock.json").read_text())["pid"]
     first.send_signal(signal.SIGKILL)
     first.wait()
@@ -159,7 +153,7 @@ def test_a_killed_flow_resumes_exactly(flow, short, tmp_path):
 def assert_repeats_are_exact(metrics):
     """Updates that stand twice in the log, before and after a kill, have the same loss and norm to the last bit."""
     seen, repeated = {}, 0
-    for line in lines(metrics):
+    for line in json_lines(metrics):
         values = {k: line[k] for k in ("train/CE loss", "train/Z loss", "optim/total grad norm")}
         assert seen.setdefault(line["step"], values) == values
         repeated += line["attempt"] > 1
@@ -184,7 +178,7 @@ def test_a_killed_trainer_is_started_again_by_its_flow(flow, short, tmp_path):
     root = tmp_path / "root"
     metrics = root / "stage1_train/metrics/metrics.jsonl"
     running = flow("run", "--recipe", short, "--output", str(root))
-    wait_for(lambda: len(lines(metrics)) > 15, "15 updates")
+    wait_for(lambda: len(json_lines(metrics)) > 15, "15 updates")
     os.kill(json.loads((root / "stage1_train/lock.json").read_text())["pid"], signal.SIGKILL)
     code, out = ended(running)
     assert code == 0, out

@@ -5,24 +5,13 @@ known exactly.
 import math
 
 import numpy as np
+from helpers import tiny_model
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from olmo_core_jax.evaluate.harness import OlmoLM
 from olmo_core_jax.evaluate.scoring import TokenScores
-from olmo_core_jax.recipes.schema import Model
 
-CFG = Model(
-    n_layers=4,
-    d_model=16,
-    n_heads=2,
-    n_kv_heads=2,
-    head_dim=8,
-    mlp_hidden=32,
-    vocab_size=91,
-    padded_vocab_size=128,
-    pattern=[8, -1],
-    init_std=0.3,
-)
+CFG = tiny_model(vocab_size=91, padded_vocab_size=128, init_std=0.3)
 
 
 def word_tokenizer(*words: str) -> Tokenizer:

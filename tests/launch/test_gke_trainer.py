@@ -10,6 +10,7 @@ import pytest
 import yaml
 from fake_kube.kubelet import module_runner
 from fake_kube.lab import Lab
+from helpers import json_lines
 
 from olmo_core_jax.launch import job as jobs
 from olmo_core_jax.launch.profile import Profile
@@ -52,11 +53,8 @@ def trainer_lab(tmp_path, recipe: Path, **gke) -> Lab:
 
 def last_lines(root: str, name: str) -> dict[int, dict]:
     """The last line of every step; a step that was repeated must have been repeated exactly."""
-    found: dict[int, dict] = {}
     path = next(Path(root, "stage1_train").rglob(name))
-    for line in path.read_text().splitlines():
-        found[json.loads(line)["step"]] = json.loads(line)
-    return found
+    return {row["step"]: row for row in json_lines(path)}
 
 
 def losses(root: str) -> list[float]:
@@ -85,9 +83,7 @@ def at_step(lab: Lab, step: int, attempt: int = 1) -> None:
     path = Path(lab.root, "stage1_train", "metrics", "metrics.jsonl")
 
     def there() -> bool:
-        lines = path.read_text().split("\n")[:-1] if path.exists() else []
-        rows = (json.loads(line) for line in lines)
-        return any(row["step"] >= step and row["attempt"] >= attempt for row in rows)
+        return any(r["step"] >= step and r["attempt"] >= attempt for r in json_lines(path))
 
     lab.until(there, 900)
 

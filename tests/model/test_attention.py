@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers import tiny_model
 from jax.experimental.pallas import tpu as pltpu
 
 from olmo_core_jax.errors import UserError
@@ -12,7 +13,6 @@ from olmo_core_jax.model.blockwise import _reach, blockwise
 from olmo_core_jax.model.masks import visible
 from olmo_core_jax.model.olmo3 import ModelOptions, init_params, logits
 from olmo_core_jax.model.splash import splash
-from olmo_core_jax.recipes.schema import Model
 
 GRADIENT_OF = (0, 1, 2)
 
@@ -133,16 +133,13 @@ def test_splash_on_an_emulated_tpu(window, block, dtype, tolerance):
 
 
 def test_a_model_computes_the_same_with_every_kernel():
-    cfg = Model(
+    cfg = tiny_model(
         n_layers=2,
-        d_model=32,
         n_heads=4,
-        n_kv_heads=2,
         head_dim=16,
-        mlp_hidden=48,
         vocab_size=60,
-        padded_vocab_size=64,
         pattern=[40, -1],
+        d_model=32,
         init_std=0.2,
     )
     params, tokens = init_params(cfg, 0), np.arange(256, dtype=np.int32).reshape(2, 128) % 60

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers import slow_unless
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
@@ -35,9 +36,7 @@ SHAPES = {
 OFTEN = ("grouped queries", "yarn")
 
 
-@pytest.mark.parametrize(
-    "shape", [pytest.param(s, marks=[] if s in OFTEN else pytest.mark.slow) for s in SHAPES]
-)
+@pytest.mark.parametrize("shape", slow_unless(SHAPES, OFTEN))
 @pytest.mark.parametrize("source", ["transformers", "olmo_core"])
 def test_logits_equal_the_reference(shape, source):
     cfg = small_model(**SHAPES[shape])

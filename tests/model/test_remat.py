@@ -4,24 +4,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers import tiny_model
 
 from olmo_core_jax.errors import UserError
 from olmo_core_jax.model.attention import cudnn
 from olmo_core_jax.model.olmo3 import ModelOptions, abstract_params, bind
 from olmo_core_jax.model.remat import POLICIES, rematerialise
-from olmo_core_jax.recipes.schema import Model
 
-MODEL = Model(
-    n_layers=2,
-    d_model=16,
-    n_heads=2,
-    n_kv_heads=2,
-    head_dim=8,
-    mlp_hidden=24,
-    vocab_size=30,
-    padded_vocab_size=32,
-    pattern=[-1],
-)
+MODEL = tiny_model(n_layers=2, pattern=[-1])
 
 
 def count(jaxpr, name: str) -> int:
