@@ -238,14 +238,17 @@ def walk(uri: str) -> Iterator[tuple[str, int]]:
                 yield str(path.relative_to(uri)), path.stat().st_size
 
 
-def delete(uri: str) -> None:
-    """Removes one file that this run wrote itself; a missing one is no error."""
+def delete(uri: str, generation: int | None = None) -> None:
+    """Removes one file that this run wrote itself; a missing one is no error.
+
+    generation: in a bucket, only this one of the object goes; another one stays, without an error.
+    """
     if is_remote(uri):
-        from google.api_core.exceptions import NotFound
+        from google.api_core.exceptions import NotFound, PreconditionFailed
 
         try:
-            _blob(uri).delete(retry=_retry(), timeout=60)
-        except NotFound:
+            _blob(uri).delete(if_generation_match=generation, retry=_retry(), timeout=60)
+        except (NotFound, PreconditionFailed):
             pass
     else:
         Path(uri).unlink(missing_ok=True)

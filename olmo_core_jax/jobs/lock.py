@@ -75,7 +75,7 @@ def _hold_remote(folder: str, owner: dict) -> Iterator[None]:
     finally:
         stop.set()
         thread.join()
-        storage.delete(uri)
+        _release_remote(uri, owner)
 
 
 def _acquire_remote(uri: str, folder: str, owner: dict) -> int:
@@ -96,6 +96,14 @@ def _acquire_remote(uri: str, folder: str, owner: dict) -> int:
     if not text:
         return _acquire_remote(uri, folder, owner)
     raise Locked(_message(folder, text.decode()))
+
+
+def _release_remote(uri: str, owner: dict) -> None:
+    """Deletes the lock, unless heartbeats failed for so long that somebody else has it by now."""
+    text, generation = storage.read_versioned(uri)
+    # By its owner: the generation of a heartbeat whose answer was lost is not known here.
+    if owner["id"] in text.decode():
+        storage.delete(uri, generation)
 
 
 def _body(owner: dict) -> bytes:
