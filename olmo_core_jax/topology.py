@@ -5,14 +5,23 @@ This module knows nothing of recipes and imports no JAX.
 """
 
 import os
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Literal
 
-import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 
 from olmo_core_jax.errors import UserError
+from olmo_core_jax.yaml_text import one_line, parse_yaml
 
 
 class Strict(BaseModel):
@@ -40,12 +49,28 @@ class Distributed(Strict):
 
     mode: Literal["auto", "off", "explicit"] = "auto"
     coordinator: str | None = None
-    num_processes: int | None = None
-    process_id: int | None = None
+    num_processes: int | None = Field(default=None, gt=0)
+    process_id: int | None = Field(default=None, ge=0)
     wait_seconds: int = Field(default=300, gt=0, description="for the others, when it starts")
     heartbeat_seconds: int = Field(
         default=100, gt=0, description="a process that is silent for so long is taken for dead"
     )
+
+    @field_validator("coordinator")
+    @classmethod
+    def _has_a_port(cls, address: str | None):
+        host, _, port = (address or "").rpartition(":")
+        if address is None or (host.strip() and re.fullmatch(r"[0-9]{1,5}", port)):
+            return address
+        raise ValueError(f"{address!r} is not HOST:PORT, such as node-0:8476")
+
+    @field_validator("process_id")
+    @classmethod
+    def _is_one_of_all(cls, number: int | None, others: ValidationInfo):
+        processes = others.data.get("num_processes")
+        if number is not None and processes is not None and number >= processes:
+            raise ValueError(f"{number} is not one of num_processes {processes}, counted from 0")
+        return number
 
 
 class Topology(Strict):
@@ -81,16 +106,18 @@ def load_topology(path: str | None) -> Topology:
     """Reads a topology file, or inline JSON; None gives the defaults. Raises UserError that names the field."""
     if path is None:
         return Topology()
+    what = f"topology {one_line(path)}"
     try:
         text = path if path.lstrip().startswith("{") else Path(path).read_text()
-        return Topology.model_validate(yaml.safe_load(text) or {})
-    except (OSError, yaml.YAMLError) as e:
-        raise UserError(f"topology {path} cannot be read: {e}") from None
+    except (OSError, ValueError) as e:
+        raise UserError(f"{what} cannot be read: {one_line(e)}") from None
+    raw = parse_yaml(text, what)
+    try:
+        return Topology.model_validate({} if raw is None else raw)
     except ValidationError as e:
         first = e.errors()[0]
-        raise UserError(
-            f"topology {path}: {'.'.join(map(str, first['loc']))}: {first['msg']}"
-        ) from None
+        field = ".".join(map(str, ("topology", *first["loc"])))
+        raise UserError(f"{what}: {field}: {first['msg'].removeprefix('Value error, ')}") from None
 
 
 def process_id(topology: Topology, env: Mapping[str, str] = os.environ) -> int:

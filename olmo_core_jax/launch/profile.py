@@ -7,12 +7,12 @@ import os
 from pathlib import Path
 from typing import Literal
 
-import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from olmo_core_jax.errors import UserError
 from olmo_core_jax.launch.gke_profile import GKE
 from olmo_core_jax.topology import Topology
+from olmo_core_jax.yaml_text import parse_yaml
 
 ENVIRONMENT = "OLMO_LAUNCH"
 
@@ -64,12 +64,13 @@ def load_profile(path: str | None = None) -> Profile:
     if not path:
         return Profile()
     try:
-        raw = {"name": Path(path).stem} | (yaml.safe_load(Path(path).read_text()) or {})
+        content = parse_yaml(Path(path).read_text(), f"launch profile {path}")
+        raw = {"name": Path(path).stem} | (content or {})
         # On GKE the platform follows from the shape, not from this machine.
         if raw.get("backend") == "gke":
             raw = {"topology": {}} | raw
         return Profile.model_validate(raw)
-    except (OSError, yaml.YAMLError, TypeError) as e:
+    except (OSError, UnicodeDecodeError, TypeError) as e:
         raise UserError(f"launch profile {path} cannot be read: {e}") from None
     except ValidationError as e:
         raise UserError(f"launch profile {path}: {'; '.join(_faults(e))}") from None

@@ -10,6 +10,7 @@ from pydantic import ValidationError
 from olmo_core_jax import storage
 from olmo_core_jax.errors import UserError
 from olmo_core_jax.recipes.schema import Recipe
+from olmo_core_jax.yaml_text import parse_yaml
 
 SHIPPED = Path(__file__).parent
 
@@ -26,6 +27,14 @@ def load_recipe(name_or_path: str) -> Recipe:
     """
     where = recipe_location(name_or_path)
     return parse_recipe(_read(where), where, _folder(where))
+
+
+def recipe_of_run(run_root: str) -> Recipe:
+    """The recipe that a run root was made with. Raises UserError where there is no run."""
+    where = storage.join(run_root, "recipe.yaml")
+    if not storage.exists(where):
+        raise UserError(f"{run_root} holds no run: there is no recipe.yaml")
+    return load_recipe(where)
 
 
 def base_location(name_or_path: str) -> str | None:
@@ -54,11 +63,10 @@ def _read(where: str, below: tuple[str, ...] = ()) -> dict:
 def _split(where: str) -> tuple[str | None, dict]:
     """Where the recipe is that a file `extends`: in the same folder, else a shipped one. And the rest of its content."""
     try:
-        raw = yaml.safe_load(storage.read_text(where))
+        text = storage.read_text(where)
     except (OSError, UnicodeDecodeError) as e:
         raise UserError(f"recipe {where} cannot be read: {e}") from None
-    except yaml.YAMLError as e:
-        raise UserError(f"recipe {where} is not valid YAML: {e}") from None
+    raw = parse_yaml(text, f"recipe {where}")
     if not isinstance(raw, dict):
         raise UserError(
             f"recipe {where}: a mapping of sections is expected, not {type(raw).__name__}"

@@ -159,6 +159,23 @@ def test_files_that_are_no_recipe(tmp_path, text):
         recipes.load_recipe(str(tmp_path / "x.yaml"))
 
 
+def test_a_key_given_twice_is_refused_with_its_line(tmp_path):
+    path, text = tmp_path / "x.yaml", (SHIPPED / "laptop.yaml").read_text()
+    path.write_text(text + "name: other\n")
+    line = text.count("\n") + 1
+    with pytest.raises(
+        UserError, match=rf"x\.yaml .*line {line}, column 1: key 'name' is given twice"
+    ):
+        recipes.load_recipe(str(path))
+    merged = "extends: laptop\nname: x\nstage1: &a {epochs: 1}\nstage2: {<<: *a, epochs: 2}\n"
+    path.write_text(merged)  # what a merge brings along may be said again
+    assert recipes.load_recipe(str(path)).stage2.epochs == 2
+    for bad in ("a: 2024-99-99", "a: [" * 5000):
+        path.write_text(bad)
+        with pytest.raises(UserError, match=r"x\.yaml is not valid YAML: [^\n]*$"):
+            recipes.load_recipe(str(path))
+
+
 def test_paths_are_relative_to_the_file_and_names_stay_names(tmp_path, laptop):
     laptop["weights"]["hf"] = "hub:allenai/Olmo-3-1025-7B"
     laptop["stage1"]["data"]["mix"] = "OLMo-mix-0625-official"
