@@ -15,7 +15,7 @@ from olmo_core_jax.jobs import lock
 
 
 def conditional(server, objects):
-    """The emulator with what it leaves out: uploads and deletions on the condition of a generation (0: there is no object)."""
+    """The emulator with what it leaves out: uploads and deletions only of the generation that is named (0: none)."""
     whole = threading.Lock()
 
     def checked(handler):
