@@ -16,7 +16,7 @@ class VerifyResume(FlowSpec):
     start        shortens the recipe and fixes the run roots
     train        one run, one task each: unbroken, interrupted
     compare      a card with the paired differences
-    end          fails where there is one
+    end          fails where there is one, or where an interruption never struck
     """
 
     recipe = Parameter("recipe", default="laptop", help="name of a shipped recipe, or a YAML file")
@@ -67,15 +67,16 @@ class VerifyResume(FlowSpec):
         paired_card.draw(current.card["paired"], found)
         self.verdict = paired_card.summary(found)
         self.table = paired_card.paired_table(found).markdown()
-        self.same = found.same
+        self.same, self.attempts = found.same, found.attempts
         self.next(self.end)
 
     @step
     def end(self):
-        """The verdict; a difference fails the flow."""
+        """The verdict; a difference fails the flow, and so does an interruption that never struck."""
         print(self.table)
         print(self.verdict)
         flow_entry.require(self.same, self.verdict)
+        verify.require_all_struck(self.interrupt, self.attempts)
 
 
 if __name__ == "__main__":

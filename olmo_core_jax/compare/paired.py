@@ -13,6 +13,7 @@ class Paired:
     """largest: of each metric, the largest difference and its update (0: nowhere).
 
     arrays: names of the arrays of the last checkpoint whose bits differ, of array_count.
+    attempts: of the interrupted run, those that were killed before they logged a line included.
     """
 
     updates: int
@@ -47,7 +48,7 @@ def compare_runs(unbroken: str, interrupted: str, stage: str, last_step: int) ->
         other_batches=[s for s in steps if batches[0].get(s) != batches[1].get(s)],
         arrays=sorted(k for k in sums[0] | sums[1] if sums[0].get(k) != sums[1].get(k)),
         array_count=len(sums[0]),
-        attempts=len(b.attempts),
+        attempts=max(b.attempts, default=0),
         repeated=len(b.repeated),
         repeat_difference=b.repeat_difference,
     )

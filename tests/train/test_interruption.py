@@ -1,6 +1,7 @@
 import contextlib
 import json
 import os
+import shutil
 import signal
 
 import pytest
@@ -95,10 +96,16 @@ def test_equal_runs_are_the_same(two_runs):
     assert all(entry == (0.0, 0) for entry in found.largest.values())
 
 
+def test_an_attempt_without_a_line_is_counted_by_the_next_ones_number(two_runs, tmp_path):
+    other = tmp_path / "b"
+    shutil.copytree(two_runs[1], other)
+    file = other / "stage1_train/metrics/metrics.jsonl"
+    file.write_text(file.read_text().replace('"attempt": 2', '"attempt": 3'))
+    assert compare_runs(str(two_runs[0]), str(other), "stage1", 8).attempts == 3
+
+
 @pytest.mark.parametrize("harm", ["loss", "batch", "array", "missing"])
 def test_any_difference_is_found(two_runs, tmp_path, harm):
-    import shutil
-
     other = tmp_path / "b"
     shutil.copytree(two_runs[1], other)
     stage = other / "stage1_train"
