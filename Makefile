@@ -63,7 +63,8 @@ $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)
 
 $(VENV)/installed: pyproject.toml constraints.txt | $(VENV)/bin/python
-	@echo "Installing into $(VENV): JAX, Flax, Orbax, Metaflow, lm-eval and what they need, about 350 MB to download"
+	@echo "Installing into $(VENV): JAX, Flax, Orbax, Metaflow, lm-eval and what they need, about 350 MB to download;"
+	@echo "two minutes or so in which pip says nothing"
 	$(PIP) -e .
 	@touch $@
 

@@ -113,9 +113,11 @@ class Reproduce(FlowSpec):
 
     @step
     def end(self):
-        """Where to look."""
+        """What came out, and where to look."""
         from olmo_core_jax.report import html
 
+        figures = self.final["figures"]
+        print(f"{figures['checks passed']:.0f} of {figures['checks']:.0f} checks hold")
         print(f"report: {html.page_uri(self.run_root)}")
 
     def _run(self, job) -> dict:

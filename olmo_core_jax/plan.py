@@ -108,13 +108,23 @@ def _telling_steps(stage: Stage) -> list[int]:
     return sorted(s for s in steps if 1 <= s <= last)
 
 
+def _early(p: StagePlan) -> str:
+    if p.updates == p.schedule_updates:
+        return ""
+    return f" (stop_at; the schedule's length is {p.schedule_updates:,})"
+
+
+def _size(gib: float) -> str:
+    return f"{gib:,.2f} GiB" if gib >= 0.1 else f"{gib * 1024:,.1f} MiB"
+
+
 def describe(recipe: Recipe, stages: list[StagePlan], shape: str | None, mfu: float) -> str:
     """The plan as text."""
     lines = [f"{recipe.name}: {recipe.model.n_params:,} parameters"]
     for p in stages:
         lines += [
             "",
-            f"{p.stage}: {p.updates:,} updates (schedule of {p.schedule_updates:,}), {p.tokens:,} tokens, "
+            f"{p.stage}: {p.updates:,} updates{_early(p)}, {p.tokens:,} tokens, "
             f"{p.instances:,} instances, {p.flops:.3e} FLOPs",
         ]
         if p.days is not None and p.chip_hours is not None:
@@ -123,7 +133,7 @@ def describe(recipe: Recipe, stages: list[StagePlan], shape: str | None, mfu: fl
                 f"  on {shape} at {mfu:.0%} MFU: {p.days:,.2f} days, {p.chip_hours:,.0f} chip-hours{cost}"
             )
         lines += [
-            f"  a checkpoint {p.checkpoint_gib:,.2f} GiB, {p.kept_checkpoints} kept: {p.kept_gib:,.1f} GiB",
+            f"  a checkpoint {_size(p.checkpoint_gib)}, {p.kept_checkpoints} kept: {_size(p.kept_gib)}",
             "  learning rate: "
             + ", ".join(f"{s:,}: {lr:.9g}" for s, lr in p.learning_rates.items()),
         ]

@@ -15,7 +15,10 @@ PORT = os.environ.get("PORT", "8324")
 
 class LoopbackServer(card_server.ThreadingHTTPServer):
     def __init__(self, address, handler):
-        super().__init__(("127.0.0.1", address[1]), handler)
+        try:
+            super().__init__(("127.0.0.1", address[1]), handler)
+        except OSError as e:
+            sys.exit(f"port {PORT}: {e.strerror}; another one: PORT=8325 make ui")
 
 
 def main() -> None:

@@ -63,7 +63,7 @@ def preflight(run_root: RunRoot, stage: Stage = "stage1") -> None:
     from olmo_core_jax.data.preflight import preflight as check
     from olmo_core_jax.data.stage_data import open_stage_data
 
-    section = recipes.load_recipe(storage.join(run_root, "recipe.yaml")).stage(stage)
+    section = recipes.recipe_of_run(run_root).stage(stage)
     index, order = open_stage_data(storage.join(run_root, "build_index", stage), section)
     for name, value in check(index, order, section, stage).items():
         typer.echo(f"{name}: {value:g}")

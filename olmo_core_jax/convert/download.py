@@ -101,7 +101,7 @@ def _listed(
         from huggingface_hub import HfApi
         from huggingface_hub.errors import HfHubHTTPError, HFValidationError
     except ImportError:
-        raise UserError("hub: needs the extra: pip install 'olmo-core-jax[hub]'") from None
+        raise UserError("hub: needs the extra: pip install -e '.[hub]'") from None
     try:
         info = HfApi(endpoint=endpoint).model_info(
             repository, revision=revision, files_metadata=True

@@ -61,7 +61,7 @@ def _require_reference() -> None:
         import torch  # noqa: F401
     except ImportError:
         raise UserError(
-            "native checkpoints are written by OLMo-core: pip install 'olmo-core-jax[reference]'"
+            "native checkpoints are written by OLMo-core: pip install -e '.[reference]'"
         ) from None
 
 

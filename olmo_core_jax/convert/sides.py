@@ -86,17 +86,17 @@ def part_names(cfg: Model) -> list[str]:
     return ["embed", *layers, "final_norm", "logits"]
 
 
-def _torch() -> Any:
+def _torch(path: str) -> Any:
     try:
         import torch
     except ImportError:
-        raise UserError("this side needs PyTorch: pip install 'olmo-core-jax[reference]'") from None
+        raise UserError(f"{path} needs PyTorch to be read: pip install -e '.[reference]'") from None
     return torch
 
 
 def trace_hf(path: str, tokens_BS: np.ndarray, dtype: str) -> Trace:
     """transformers' model on an HF folder; every weight has to be used and no weight made up."""
-    torch = _torch()
+    torch = _torch(path)
     from transformers import AutoModelForCausalLM
 
     loaded: Any = AutoModelForCausalLM.from_pretrained(
@@ -150,7 +150,7 @@ def olmo_core_hooks(model) -> dict[str, tuple[Any, bool]]:
 
 def _run_hooked(model, tokens_BS: np.ndarray, parts: dict[str, tuple[Any, bool]]) -> Trace:
     """Runs a torch model and keeps what its parts take or give."""
-    torch = _torch()
+    torch = _torch("a traced model")
     seen: Trace = {}
 
     def keep(name: str, value) -> None:
@@ -178,13 +178,13 @@ def trace_olmo_core(path: str, tokens_BS: np.ndarray, dtype: str) -> Trace:
     """OLMo-core's model on a native checkpoint; the checkpoint's config.json says which model it
     is.
     """
-    torch = _torch()
+    torch = _torch(path)
     try:
         from olmo_core.distributed.checkpoint import load_model_and_optim_state
         from olmo_core.nn.transformer import TransformerConfig
     except ImportError:
         raise UserError(
-            "this side needs OLMo-core: pip install 'olmo-core-jax[reference]'"
+            f"{path} needs OLMo-core to be read: pip install -e '.[reference]'"
         ) from None
     config = storage.read_json(storage.join(path, "config.json"))
     model = TransformerConfig.from_dict(config["model"]).build(init_device="cpu")

@@ -72,7 +72,7 @@ class Audit:
 
 def audit(run_root: str) -> list[Audit]:
     """Audits every training stage of a run root that has logged updates."""
-    recipe = recipes.load_recipe(storage.join(run_root, "recipe.yaml"))
+    recipe = recipes.recipe_of_run(run_root)
     return [
         audit_stage(run_root, stage, recipe.stage(stage))
         for stage in recipe.stages()

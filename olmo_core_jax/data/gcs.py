@@ -59,7 +59,7 @@ def _client():
     try:
         from google.cloud import storage
     except ImportError:
-        raise UserError("gs:// needs the extra: pip install 'olmo-core-jax[gcs]'") from None
+        raise UserError("gs:// needs the extra: pip install -e '.[gcs]'") from None
     client = storage.Client()
     adapter = HTTPAdapter(pool_connections=4, pool_maxsize=readers.CONNECTIONS, pool_block=True)
     client._http.mount("https://", adapter)

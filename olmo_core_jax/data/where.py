@@ -27,7 +27,7 @@ def where(run_root: str, step: int, row: int | None = None, stage: str = "stage1
     Needs recipe.yaml and build_index/ of the run root; the update need not have been trained yet.
     Raises UserError for a step or row that the run does not have.
     """
-    recipe = recipes.load_recipe(storage.join(run_root, "recipe.yaml"))
+    recipe = recipes.recipe_of_run(run_root)
     section = recipe.stage(stage)
     if not 1 <= step <= section.last_step:
         raise UserError(f"{stage} has updates 1 to {section.last_step}, not {step}")

@@ -97,7 +97,8 @@ def _final(context: Context, evaluator) -> Outcome:
     outcome.figures |= checks.worst_of(_landmark_figures(context))
     verdicts = checks.verdicts(outcome.figures, checks.checks_of(recipe))
     for v in verdicts:
-        log.info("%-12s %s: %s (limit %g)", v.word, v.check.title, v.measured, v.check.limit)
+        measured = "nothing" if v.measured is None else f"{v.measured:.3g}"
+        log.info("%-12s %s: %s (limit %.3g)", v.word, v.check.title, measured, v.check.limit)
     outcome.figures |= {"checks": len(verdicts), "checks passed": sum(v.passed for v in verdicts)}
     return outcome
 

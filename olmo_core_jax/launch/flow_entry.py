@@ -130,7 +130,11 @@ def prepare(flow: str) -> None:
     """Fixes what trips people on Metaflow's command line, before Metaflow sees it."""
     _name_the_user()
     try:
-        sys.argv[1:] = safer_arguments(flow, sys.argv[1:])
+        arguments = safer_arguments(flow, sys.argv[1:])
+        # Metaflow lints the flow on every start where pylint is there, and says so where it is not.
+        sys.argv[1:] = (
+            ["--no-pylint", *arguments] if {"run", "resume"} & {*arguments} else arguments
+        )
     except UserError as e:
         sys.exit(f"{e}")
 

@@ -91,9 +91,7 @@ def connect(context: str | None):
     try:
         from kubernetes import client, config
     except ImportError:
-        raise UserError(
-            "the gke backend needs the extra: pip install 'olmo-core-jax[gke]'"
-        ) from None
+        raise UserError("the gke backend needs the extra: pip install -e '.[gke]'") from None
     settings = client.Configuration()
     file = os.environ.get("KUBECONFIG")  # as it is now: the client looks when it is imported
     try:

@@ -23,6 +23,7 @@ PR_SET_PDEATHSIG = 1
 def run(job: Job, profile: Profile, tick: Tick) -> StageResult:
     """Runs the job, again after preemptions and (max_restarts times) crashes, until its result is there."""
     crashes = preemptions = 0
+    print(f"{job.folder}: log in {_log_file(job)}", flush=True)
     while True:
         log = _log_file(job)
         began = log.stat().st_size if log.exists() else 0

@@ -3,10 +3,9 @@
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from olmo_core_jax import recipes, storage
+from olmo_core_jax import recipes
 from olmo_core_jax.compare import checks
 from olmo_core_jax.compare.stage import StageComparison, read_stage
-from olmo_core_jax.errors import UserError
 from olmo_core_jax.recipes import Recipe
 from olmo_core_jax.results import STAGES, StageResult, read_result
 
@@ -51,10 +50,7 @@ class Run:
 
 def read_run(run_root: str) -> Run:
     """Raises UserError where the folder holds no run."""
-    where = storage.join(run_root, "recipe.yaml")
-    if not storage.exists(where):
-        raise UserError(f"{run_root} holds no run: there is no recipe.yaml")
-    recipe = recipes.load_recipe(where)
+    recipe = recipes.recipe_of_run(run_root)
     run = Run(run_root, recipe)
     found = {name: read_result(run_root, name) for name in STAGES}
     run.results = {name: result for name, result in found.items() if result}

@@ -110,7 +110,7 @@ def describe_devices(chip: Chip, platform: str | None, where: str):
     except Exception as e:
         raise UserError(
             f"no compiler for {chip.name} {where} ({str(e).splitlines()[0]}); is it installed? "
-            f"pip install 'olmo-core-jax[{extra}]'"
+            f"pip install -e '.[{extra}]'"
         ) from None
 
 

@@ -84,7 +84,7 @@ def describe() -> str:
         why = str(e).partition("\n")[0] or type(e).__name__
         raise UserError(
             f"topology.platform {os.environ.get('JAX_PLATFORMS', 'default')}: JAX cannot use it here ({why}); "
-            "install its extra (pip install 'olmo-core-jax[cuda]' or '[tpu]'), or choose cpu"
+            "install its extra (pip install -e '.[cuda]' or '.[tpu]'), or choose cpu"
         ) from None
     kinds = sorted({d.device_kind for d in jax.local_devices()})
     return (

@@ -57,7 +57,7 @@ def test_a_number_without_others_is_refused(monkeypatch, variable):
 
 @pytest.mark.parametrize("platform", ["cuda", "tpu"])
 def test_a_platform_that_is_not_there_is_named(platform):
-    code = f"""
+    code = """
 from olmo_core_jax.train import distributed
 from olmo_core_jax.errors import UserError
 try:
