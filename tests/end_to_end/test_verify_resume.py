@@ -62,7 +62,7 @@ def test_a_plan_that_could_not_strike_is_refused_before_anything_runs(
 def test_so_many_updates_have_to_be_there(tmp_path, recipe, numbers):
     from olmo_core_jax.launch.flow_entry import StageError
 
-    with pytest.raises(StageError, match="--updates|--every"):
+    with pytest.raises(StageError, match=r"--updates|--every"):
         cut(recipe, tmp_path, "", **numbers)
 
 
