@@ -149,7 +149,7 @@ OFFLINE = """
     def refuse(*a, **k):
         raise AssertionError(f"network: {a[1:]}")
     socket.socket.connect = socket.socket.connect_ex = socket.getaddrinfo = refuse
-    sys.path.insert(0, sys.argv[2])
+    sys.path[:0] = sys.argv[2:]
     from small import counting_lm
     from olmo_core_jax.errors import UserError
     from olmo_core_jax.evaluate.tasks import run_tasks
@@ -182,6 +182,7 @@ def test_ten_questions_without_a_network(tmp_path):
         textwrap.dedent(OFFLINE),
         str(folder),
         str(Path(__file__).parent),
+        str(Path(__file__).parents[1]),
     ]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr

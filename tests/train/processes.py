@@ -9,9 +9,9 @@ HERE = Path(__file__).parent
 
 
 def environment(devices: int = 1, flags: str = "") -> dict[str, str]:
-    """What a child needs: this folder's helpers, CPU only, and so many pretended devices."""
+    """What a child needs: the tests' helpers, CPU only, and so many pretended devices."""
     return os.environ | {
-        "PYTHONPATH": f"{HERE}:{os.environ.get('PYTHONPATH', '')}",
+        "PYTHONPATH": f"{HERE}:{HERE.parent}:{os.environ.get('PYTHONPATH', '')}",
         "JAX_PLATFORMS": "cpu",
         "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices} {flags}",
     }
