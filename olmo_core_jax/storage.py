@@ -4,6 +4,7 @@ A URI is a local path or `gs://bucket/key`. Writes are atomic: a reader sees the
 The Google client is imported only when a gs:// URI is touched.
 """
 
+import contextlib
 import functools
 import json
 import os
@@ -53,12 +54,13 @@ def exists(uri: str) -> bool:
 def size(uri: str) -> int:
     """Bytes of a file. Raises FileNotFoundError."""
     if not is_remote(uri):
-        return Path(uri).stat().st_size
+        with _foreseen(uri, "read"):
+            return Path(uri).stat().st_size
     return _loaded(uri).size
 
 
 def read_bytes(uri: str, start: int | None = None, length: int | None = None) -> bytes:
-    """A file's bytes, or `length` of them from `start`. Raises FileNotFoundError."""
+    """A file's bytes, or `length` of them from `start`. Raises FileNotFoundError, or UserError for what is no file."""
     if is_remote(uri):
         from google.api_core.exceptions import NotFound
 
@@ -68,7 +70,7 @@ def read_bytes(uri: str, start: int | None = None, length: int | None = None) ->
             return _blob(uri).download_as_bytes(start=start, end=end, retry=_retry(), timeout=60)
         except NotFound:
             raise FileNotFoundError(f"{uri} does not exist") from None
-    with open(uri, "rb") as f:
+    with _foreseen(uri, "read"), open(uri, "rb") as f:
         f.seek(start or 0)
         return f.read() if length is None else f.read(length)
 
@@ -83,6 +85,26 @@ def read_json(uri: str) -> Any:
         return json.loads(read_bytes(uri))
     except ValueError as e:
         raise UserError(f"{uri} is not valid JSON ({e}); move it away and run again") from None
+
+
+def read_mapping(uri: str) -> dict[str, Any]:
+    """Parsed JSON that has to be an object. Raises FileNotFoundError, or UserError where it is anything else."""
+    content = read_json(uri)
+    if not isinstance(content, dict):
+        kind = type(content).__name__
+        raise UserError(f"{uri} holds no JSON object but a {kind}; move it away and run again")
+    return content
+
+
+@contextlib.contextmanager
+def _foreseen(uri: str, done: str) -> Iterator[None]:
+    """What a person can put right, and no missing file: something else lies at the place, or its permissions."""
+    try:
+        yield
+    except (IsADirectoryError, NotADirectoryError, FileExistsError, PermissionError) as e:
+        raise UserError(
+            f"{uri} cannot be {done}: {e.strerror}; move away what is in its place, or correct its permissions"
+        ) from None
 
 
 def write_bytes(uri: str, data: bytes) -> None:
@@ -130,11 +152,21 @@ def write_json(uri: str, value: Any) -> None:
     write_bytes(uri, (json.dumps(value, indent=1, sort_keys=True) + "\n").encode())
 
 
+def make_folder_of(uri: str) -> None:
+    """The folder that a file is to be in; a bucket needs none. Raises UserError where something is in its place."""
+    if not is_remote(uri):
+        with _foreseen(uri, "written"):
+            Path(uri).parent.mkdir(parents=True, exist_ok=True)
+
+
 def append(uri: str, data: bytes) -> None:
     """Adds bytes to the end of a file that one writer owns, and creates it. Readers see whole appends."""
     if not is_remote(uri):
-        with open(uri, "ab") as f:
-            f.write(data)
+        try:
+            with _foreseen(uri, "written"), open(uri, "ab") as f:
+                f.write(data)
+        except OSError as e:  # a full disk
+            raise UserError(f"{uri} cannot be written: {e.strerror}") from None
         return
     from google.api_core.exceptions import PreconditionFailed
 
@@ -266,7 +298,7 @@ def _client() -> Any:  # google's own types call most of a blob optional
     try:
         from google.cloud import storage
     except ImportError:
-        raise UserError("gs:// needs the extra: pip install 'olmo-core-jax[gcs]'") from None
+        raise UserError("gs:// needs the extra: pip install -e '.[gcs]'") from None
     return storage.Client()
 
 

@@ -172,7 +172,7 @@ def _described(uri: str, shuffle: Shuffle, epoch: int) -> dict | None:
     Raises UserError where it is another order's.
     """
     try:
-        found = storage.read_json(f"{uri}.json")
+        found = storage.read_mapping(f"{uri}.json")
     except FileNotFoundError:
         return None
     wanted = asdict(shuffle) | {"epoch": epoch, "version": VERSION}
@@ -181,6 +181,10 @@ def _described(uri: str, shuffle: Shuffle, epoch: int) -> dict | None:
     ]
     if differs:
         raise UserError(f"{uri} is another order ({', '.join(differs)}): use another run root")
+    if not _is_whole(found):
+        raise UserError(
+            f"{uri}.json does not describe an order: move it and {uri} away and run build_index again"
+        )
     try:
         size = storage.size(uri)
     except FileNotFoundError:
@@ -191,6 +195,13 @@ def _described(uri: str, shuffle: Shuffle, epoch: int) -> dict | None:
             "move it and its .json away and run build_index again"
         )
     return found
+
+
+def _is_whole(description: dict) -> bool:
+    """Does it say the order's length, and a digest of each of its blocks?"""
+    length, block, digests = (description.get(k) for k in ("length", "block", "digests"))
+    counts = isinstance(length, int) and isinstance(block, int) and length > 0 < block
+    return counts and isinstance(digests, list) and len(digests) == -(-length // block)
 
 
 def _digest(block: np.ndarray) -> str:

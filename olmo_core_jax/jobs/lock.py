@@ -16,7 +16,7 @@ import uuid
 from collections.abc import Iterator
 
 from olmo_core_jax import storage
-from olmo_core_jax.errors import LOCKED, Locked
+from olmo_core_jax.errors import LOCKED, Locked, UserError
 
 log = logging.getLogger("olmo")
 
@@ -37,7 +37,11 @@ def hold(folder: str) -> Iterator[None]:
 def _hold_local(folder: str, owner: dict) -> Iterator[None]:
     path = storage.join(folder, "lock.json")
     storage.create_exclusive(path, b"{}")
-    with open(path, "r+") as f:
+    try:
+        descriptor = os.open(path, os.O_RDWR)
+    except OSError as e:
+        raise UserError(f"lock {path} cannot be opened: {e.strerror}; move it away") from None
+    with os.fdopen(descriptor, "r+") as f:
         try:
             fcntl.flock(f, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

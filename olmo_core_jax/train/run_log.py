@@ -25,8 +25,7 @@ class Appender:
         self.uri = uri
         self._pending = b""
         self._flushed = time.monotonic()
-        if not storage.is_remote(uri):
-            storage.local_path(uri).parent.mkdir(parents=True, exist_ok=True)
+        storage.make_folder_of(uri)
 
     def add(self, data: bytes) -> None:
         self._pending += data

@@ -58,7 +58,18 @@ class MetaArgs(ocp.args.CheckpointArgs):
 
 
 def read_meta(directory: str, step: int) -> dict[str, Any]:
-    return json.loads((_path(directory, step) / "meta" / "metadata").read_text())
+    return _mapping(_path(directory, step) / "meta" / "metadata")
+
+
+def _mapping(path: epath.Path) -> dict[str, Any]:
+    """A JSON object. Raises ValueError where it is anything else."""
+    try:
+        content = json.loads(path.read_text())
+    except (IsADirectoryError, UnicodeDecodeError):
+        content = None
+    if not isinstance(content, dict):
+        raise ValueError(f"{path} is not a JSON object")
+    return content
 
 
 def problem(directory: str, step: int) -> str | None:
@@ -71,13 +82,17 @@ def problem(directory: str, step: int) -> str | None:
             return f"it is incomplete or not ours: meta/{name} is missing"
     try:
         meta = read_meta(directory, step)
-        listed = json.loads((where / "meta" / "files").read_text())
+        listed = _mapping(where / "meta" / "files")
     except ValueError:
-        return "its metadata is not JSON"
+        return "its metadata is not a JSON object"
+    except PermissionError as e:  # says nothing about the step: to pass over it would lose updates
+        raise UserError(f"{where} cannot be read: {e}; correct its permissions") from None
     if meta.get("format") != FORMAT:
         return f"its format is {meta.get('format')!r}, not {FORMAT}"
     if meta.get("step") != step:
         return f"it calls itself step {meta.get('step')}"
+    if not isinstance(meta.get("checksums"), dict) or not listed:
+        return "its metadata lists no arrays or no files"
     there = dict(storage.walk(str(where / "state")))
     bad = sorted(name for name, size in listed.items() if there.get(name) != size)
     if not bad:

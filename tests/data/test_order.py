@@ -1,5 +1,6 @@
 """AI2's order: reproducible, verified when it is read, a pure function of the step."""
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -110,6 +111,24 @@ def test_another_order_is_refused(tmp_path):
         Order(str(tmp_path), Shuffle(1003, 4), 8).batch(1)
     with pytest.raises(UserError, match="instances 1003 instead of 1002"):
         build_order(str(tmp_path), Shuffle(1002, 3), 1)
+
+
+def test_a_description_that_is_none_is_refused(tmp_path):
+    order = build(tmp_path)
+    path = Path(order_uri(str(tmp_path), 1) + ".json")
+    whole = json.loads(path.read_text())
+    for bad in ("[]", "null", json.dumps({k: v for k, v in whole.items() if k != "length"})):
+        path.write_text(bad)
+        with pytest.raises(UserError, match=r"order_epoch1\.u32.*move it"):
+            order.batch(1)
+    for changes in ({"block": 0}, {"digests": []}, {"digests": 5}, {"length": "x"}):
+        path.write_text(json.dumps(whole | changes))
+        with pytest.raises(UserError, match="does not describe an order"):
+            order.batch(1)
+    path.unlink()
+    path.mkdir()
+    with pytest.raises(UserError, match=r"u32\.json cannot be read: Is a directory"):
+        order.batch(1)
 
 
 def test_a_missing_epoch_says_what_to_run(tmp_path):

@@ -134,6 +134,44 @@ def test_what_is_no_json_is_named(root):
         storage.read_json(uri)
 
 
+@pytest.mark.parametrize("text", ["[]", "[1]", "1", "null", '"x"'])
+def test_what_is_no_mapping_is_named(root, text):
+    uri = storage.join(root, "x.json")
+    storage.write_text(uri, text)
+    with pytest.raises(UserError, match=r"x\.json holds no JSON object"):
+        storage.read_mapping(uri)
+    storage.write_text(uri, "{}")
+    assert storage.read_mapping(uri) == {}
+
+
+def test_a_folder_in_the_place_of_a_file_and_a_file_in_a_folders(tmp_path):
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "file").write_text("")
+    folder, below = str(tmp_path / "folder"), str(tmp_path / "file" / "x.json")
+    for read in (storage.read_bytes, storage.read_text, storage.read_json, storage.read_mapping):
+        for uri in (folder, below):
+            with pytest.raises(UserError, match=rf"{uri} cannot be read: .* directory; move away"):
+                read(uri)
+    with pytest.raises(UserError, match=r"x\.json cannot be read: Not a directory"):
+        storage.size(below)
+    with pytest.raises(UserError, match=r"folder cannot be written: Is a directory"):
+        storage.append(folder, b"x")
+    for make in (storage.make_folder_of, lambda uri: storage.append(uri, b"x")):
+        with pytest.raises(UserError, match=r"x\.json cannot be written"):
+            make(below)
+    with pytest.raises(UserError, match=r"lock .*lock\.json cannot be opened: Is a directory"):
+        (tmp_path / "lock.json").mkdir()
+        with lock.hold(str(tmp_path)):
+            pass
+
+
+def test_an_append_without_room_is_told():
+    if not os.path.exists("/dev/full"):
+        pytest.skip("no device that is always full")
+    with pytest.raises(UserError, match="/dev/full cannot be written: No space left"):
+        storage.append("/dev/full", b"x")
+
+
 def test_a_bucket_without_a_name():
     with pytest.raises(UserError, match="names no bucket"):
         storage.exists("gs:///x")

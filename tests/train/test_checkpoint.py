@@ -1,6 +1,7 @@
 import json
 import logging
 import os
+import re
 import shutil
 from pathlib import Path
 
@@ -108,6 +109,18 @@ def test_other_damage_is_seen_without_reading_arrays(tmp_path, harm):
     else:
         meta.write_text(json.dumps(json.loads(meta.read_text()) | {"format": 99}))
     assert CheckpointStore(str(tmp_path)).latest_good() == 1
+
+
+@pytest.mark.parametrize("file", ["metadata", "files"])
+@pytest.mark.parametrize("content", ["[]", "[1]", "{}", "null", '{"format": 1, "step": 2}', None])
+def test_metadata_that_is_none_is_passed_over(tmp_path, caplog, file, content):
+    """None: a folder in the file's place."""
+    saved(tmp_path, 1, 2).close()
+    path = tmp_path / "2" / "meta" / file
+    path.unlink()
+    path.mkdir() if content is None else path.write_text(content)
+    assert CheckpointStore(str(tmp_path)).latest_good() == 1
+    assert re.search(r"/2 skipped: (its (metadata|format)|state/)", caplog.text)
 
 
 def test_a_flipped_bit_is_found_and_the_step_before_is_used(tmp_path, caplog):

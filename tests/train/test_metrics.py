@@ -4,6 +4,7 @@ import struct
 import pytest
 
 from olmo_core_jax import recipes
+from olmo_core_jax.errors import UserError
 from olmo_core_jax.recipes import schema
 from olmo_core_jax.train.flops import training_flops
 from olmo_core_jax.train.metrics import Meter, Update
@@ -132,3 +133,12 @@ def test_the_line_for_people_says_what_is_left():
     m.values(update(seconds=2.0))
     line = m.line(update(390, skipped=1.0))
     assert line.endswith("SKIPPED, 512 tokens/s, 0:00:20 left")
+
+
+def test_a_folder_in_the_place_of_the_log_is_named(tmp_path):
+    (tmp_path / "metrics.jsonl").mkdir()
+    with pytest.raises(UserError, match=r"metrics\.jsonl cannot be read: Is a directory"):
+        MetricsWriter(str(tmp_path), 1)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match=r"file/metrics\.jsonl cannot be written: "):
+        MetricsWriter(str(tmp_path / "file"), 1)

@@ -1,0 +1,44 @@
+"""What a training stage begins with, told from files that somebody may have damaged."""
+
+import argparse
+import json
+
+import pytest
+
+from olmo_core_jax import recipes
+from olmo_core_jax.errors import UserError
+from olmo_core_jax.jobs import train
+from olmo_core_jax.jobs.common import Context
+from olmo_core_jax.results import digest_of, read_result
+from olmo_core_jax.signals import StopRequest
+from olmo_core_jax.topology import Topology
+
+
+@pytest.fixture
+def context(tmp_path):
+    args = argparse.Namespace(stage="stage1")
+    folder = str(tmp_path / "stage1_train")
+    recipe = recipes.load_recipe("laptop")
+    return Context(recipe, str(tmp_path), folder, args, Topology(), StopRequest(1.0))
+
+
+def test_the_start_is_its_checksums_and_damage_is_named(context, tmp_path):
+    assert train._start_digest(context) == digest_of("init_seed=0")
+    meta = tmp_path / "convert_weights/checkpoints/0/meta/metadata"
+    meta.parent.mkdir(parents=True)
+    meta.write_text(json.dumps({"checksums": {"b": 2, "a": 1}}))
+    assert train._start_digest(context) == digest_of("a=1", "b=2")
+    for text in ("[]", "null", '{"checksums": [1]}', "{"):
+        meta.write_text(text)
+        with pytest.raises(UserError, match="checkpoints/0/meta/metadata"):
+            train._start_digest(context)
+    meta.unlink()
+    meta.mkdir()
+    with pytest.raises(UserError, match="meta/metadata cannot be read: Is a directory"):
+        train._start_digest(context)
+
+
+def test_a_file_in_the_place_of_a_stages_folder_is_named(tmp_path):
+    (tmp_path / "stage1_train").write_text("")
+    with pytest.raises(UserError, match=r"result\.json cannot be read: Not a directory"):
+        read_result(str(tmp_path), "stage1_train")
