@@ -18,7 +18,6 @@ WEIGHTS = "end weights, max |difference| / largest weight"
 HELDOUT = "heldout max |difference|"
 KL_MEAN, KL_MAX = "KL mean", "KL max"
 TOP1 = "top-1 agreement"
-LM_EVAL = "lm_eval max |difference|"
 
 
 @dataclass(frozen=True)

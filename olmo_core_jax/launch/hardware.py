@@ -172,12 +172,6 @@ def all_shapes() -> list[Shape]:
     return slices + [shape(name) for name in (*_GPUS, *_CPUS)]
 
 
-def core_name(found: Shape) -> str | None:
-    """`v5p-256` for the slice v5p-4x4x8; None for anything but TPUs."""
-    family = next((f for f in FAMILIES if found.name.startswith(f.prefix + "-")), None)
-    return f"{family.prefix}-{found.chips * family.cores_per_chip}" if family else None
-
-
 def _slice(family: _Family, size: str) -> Shape:
     topology = _topology(family, size)
     chips = math.prod(int(n) for n in topology.split("x"))

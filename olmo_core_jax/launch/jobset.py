@@ -21,7 +21,7 @@ from olmo_core_jax.launch.tuning import default_topology
 from olmo_core_jax.results import digest_of
 from olmo_core_jax.topology import Topology
 
-GROUP, VERSION, PLURAL = "jobset.x-k8s.io", "v1alpha2", "jobsets"
+GROUP, VERSION = "jobset.x-k8s.io", "v1alpha2"
 EXCLUSIVE = "alpha.jobset.sigs.k8s.io/exclusive-topology"
 QUEUE_LABEL = "kueue.x-k8s.io/queue-name"
 PRIORITY_LABEL = "kueue.x-k8s.io/priority-class"
