@@ -73,6 +73,17 @@ def digest_of(*parts: str) -> str:
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()
 
 
+def arrays_digest(metadata: str) -> str:
+    """sha256 of a checkpoint's arrays, as the checksums in its `meta/metadata` name them.
+
+    Raises FileNotFoundError, or UserError where the file lists no checksums.
+    """
+    sums = storage.read_mapping(metadata).get("checksums", {})
+    if not isinstance(sums, dict):
+        raise UserError(f"{metadata} lists no checksums of arrays; choose another output folder")
+    return digest_of(*(f"{name}={sums[name]}" for name in sorted(sums)))
+
+
 def file_digest(uri: str) -> str:
     """sha256 of a file, or of all names and contents under a folder. Raises UserError where it is missing."""
     if not storage.is_remote(uri) and Path(uri).is_dir():

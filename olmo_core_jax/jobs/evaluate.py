@@ -13,7 +13,13 @@ from olmo_core_jax.compare.stage import read_stage
 from olmo_core_jax.errors import UserError
 from olmo_core_jax.jobs.common import Context, Job, Outcome, leave, main
 from olmo_core_jax.recipes.schema import TRAINING_STAGES
-from olmo_core_jax.results import digest_of, file_digest, read_result, require_result
+from olmo_core_jax.results import (
+    arrays_digest,
+    digest_of,
+    file_digest,
+    read_result,
+    require_result,
+)
 
 log = logging.getLogger("olmo")
 
@@ -122,11 +128,10 @@ def _checkpoint_digest(context: Context, stage: str, step: int) -> str:
     """The checkpoint's arrays, as the checksums that were saved with them name them."""
     where = storage.join(_checkpoint(context, stage, step), "meta", "metadata")
     try:
-        sums = storage.read_json(where).get("checksums", {})
+        return arrays_digest(where)
     except FileNotFoundError:
         require_result(context.run_root, f"{stage}_train")  # says that the stage has to run first
         raise UserError(f"there is no checkpoint {_checkpoint(context, stage, step)}") from None
-    return digest_of(*(f"{name}={sums[name]}" for name in sorted(sums)))
 
 
 JOB = Job("evaluate", folder, inputs, work, flags)

@@ -8,10 +8,10 @@ import time
 from contextlib import closing
 
 from olmo_core_jax import storage
-from olmo_core_jax.errors import Preempted, UserError
+from olmo_core_jax.errors import Preempted
 from olmo_core_jax.jobs.common import Context, Job, Outcome, leave, main
 from olmo_core_jax.recipes.schema import TRAINING_STAGES, Stage
-from olmo_core_jax.results import digest_of
+from olmo_core_jax.results import arrays_digest, digest_of
 
 log = logging.getLogger("olmo")
 
@@ -211,12 +211,9 @@ def _start_digest(context: Context) -> str:
     """Checksums of the arrays that the stage begins with, or the seed of our own initialisation."""
     meta = context.upstream(UPSTREAM[context.args.stage], "checkpoints", "0", "meta", "metadata")
     try:
-        sums = storage.read_mapping(meta).get("checksums", {})
+        return arrays_digest(meta)
     except FileNotFoundError:
         return digest_of(f"init_seed={context.recipe.weights.init_seed}")
-    if not isinstance(sums, dict):
-        raise UserError(f"{meta} lists no checksums of arrays; choose another output folder")
-    return digest_of(*(f"{name}={sums[name]}" for name in sorted(sums)))
 
 
 JOB = Job("train", folder, inputs, work, flags)
