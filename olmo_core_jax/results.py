@@ -38,6 +38,13 @@ class StageResult(BaseModel):
     seconds: float = 0.0
 
 
+def run_root(text: str) -> str:
+    """The name of a run root as it is given. Raises UserError for an empty one: paths under it would start at `/`."""
+    if not text.strip():
+        raise UserError("--run-root (or RUN_ROOT) is empty: name a folder, or . for this one")
+    return text
+
+
 def result_uri(run_root: str, folder: str) -> str:
     """Where the result of a stage folder (`stage1_train`, `eval_landmarks/100`) is."""
     return storage.join(run_root, folder, "result.json")

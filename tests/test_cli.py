@@ -41,8 +41,29 @@ def test_a_missing_stage_is_told_before_a_compiler_is_looked_for(refused, more):
     assert said == "UserError: recipe olmo3_7b_stage3 has no training stage 'stage2', only stage1"
 
 
+@pytest.mark.parametrize("root", ["", " "])
+def test_an_empty_run_root_is_refused(refused, root):
+    verbs = [["data", verb, root] for verb in ("audit", "preflight")]
+    verbs += [["data", "where", root, "--step=1"], ["report", root], ["logs", "--stage=x"]]
+    verbs += [
+        [v, "--recipe=laptop", "--stage=stage1_train"] for v in ("render", "status", "cancel")
+    ]
+    for verb in verbs:
+        arguments = verb if root in verb else [*verb, f"--run-root={root}"]
+        assert "run-root (or RUN_ROOT) is empty" in refused(*arguments)
+
+
 @pytest.mark.parametrize("more", [[], ["--replay=600:20"]])
 def test_a_plan_for_no_hardware_or_a_negative_price(refused, more):
     for option in ("--hardware=", "--hardware=v5p-04x4x4"):
         assert "v5p-" in refused("plan", "--recipe=olmo3_7b", option, *more)
     assert "--price -1.0" in refused("plan", "--recipe=olmo3_7b", "--price=-1", *more)
+
+
+def test_a_flows_output_may_be_left_out_but_not_be_blank():
+    pytest.importorskip("metaflow")
+    from olmo_core_jax.launch.flow_entry import StageError, plan
+
+    assert plan("laptop", "", "7").run_root.endswith("/runs/laptop-7")
+    with pytest.raises(StageError, match="--output is blank"):
+        plan("laptop", "  ", "7")

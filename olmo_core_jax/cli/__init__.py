@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from olmo_core_jax import results
 from olmo_core_jax.cli import checkpoints, data
 from olmo_core_jax.errors import JobError
 from olmo_core_jax.launch import commands
@@ -139,7 +140,12 @@ def compile_ahead(
 
 @app.command()
 def report(
-    run_root: Annotated[str, typer.Argument(help="folder or gs:// URI of a run, finished or not")],
+    run_root: Annotated[
+        str,
+        typer.Argument(
+            help="folder or gs:// URI of a run, finished or not", callback=results.run_root
+        ),
+    ],
     output: Annotated[str | None, typer.Option(help="default: final_eval/report.html")] = None,
 ) -> None:
     """The report page of a run, made from its files, and a line for every check."""

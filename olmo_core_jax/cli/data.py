@@ -5,11 +5,14 @@ from typing import Annotated
 
 import typer
 
+from olmo_core_jax import results
 from olmo_core_jax.errors import UserError
 
 app = typer.Typer(no_args_is_help=True, help=__doc__)
 
-RunRoot = Annotated[str, typer.Argument(help="folder or gs:// URI of the run")]
+RunRoot = Annotated[
+    str, typer.Argument(help="folder or gs:// URI of the run", callback=results.run_root)
+]
 Stage = Annotated[str, typer.Option(help="stage1 or stage2")]
 Mix = Annotated[
     str, typer.Option(help="manifest: a file, a URI, or a name that ai2-olmo-core ships")

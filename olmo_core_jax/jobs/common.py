@@ -20,7 +20,7 @@ from olmo_core_jax.chips import GPU_MEMORY_SHARE
 from olmo_core_jax.errors import CRASH, OK, PREEMPTED, JobError, UserError
 from olmo_core_jax.jobs import lock, maintenance
 from olmo_core_jax.recipes import Recipe
-from olmo_core_jax.results import StageResult, read_result, write_result
+from olmo_core_jax.results import StageResult, read_result, run_root, write_result
 from olmo_core_jax.signals import StopNow, StopRequest, grace_from_environment
 from olmo_core_jax.topology import Topology, load_topology, process_id
 
@@ -90,7 +90,9 @@ def main(job: Job, argv: Sequence[str] | None = None) -> int:
 def _parser(job: Job) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog=f"python -m olmo_core_jax.jobs.{job.name}")
     parser.add_argument("--recipe", required=True, help="name of a shipped recipe, or a YAML file")
-    parser.add_argument("--run-root", required=True, help="folder or gs:// URI of the whole run")
+    parser.add_argument(
+        "--run-root", required=True, type=run_root, help="folder or gs:// URI of the whole run"
+    )
     parser.add_argument(
         "--topology", help="YAML or JSON: mesh, kernels, workers (default: this machine)"
     )

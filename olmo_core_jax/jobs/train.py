@@ -12,6 +12,7 @@ from olmo_core_jax.errors import Preempted
 from olmo_core_jax.jobs.common import Context, Job, Outcome, leave, main
 from olmo_core_jax.recipes.schema import TRAINING_STAGES, Stage
 from olmo_core_jax.results import arrays_digest, digest_of
+from olmo_core_jax.train import interruption
 
 log = logging.getLogger("olmo")
 
@@ -24,6 +25,7 @@ def flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--interrupt",
         default="",
+        type=_plan_of_interruptions,
         metavar="N:term|kill|save,...",
         help="end attempt after attempt at these updates, to prove that a resume is exact",
     )
@@ -32,6 +34,12 @@ def flags(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="go on from a checkpoint that was trained on other data: its order is given up, and the record says so",
     )
+
+
+def _plan_of_interruptions(text: str) -> str:
+    """The text as it is. Raises UserError where it is no plan: now, and not once everything is read and restored."""
+    interruption.parse_plan(text)
+    return text
 
 
 def folder(args: argparse.Namespace) -> str:
@@ -72,7 +80,7 @@ def _trainer(context: Context, open_things: contextlib.ExitStack):
     from olmo_core_jax.data.preflight import preflight
     from olmo_core_jax.data.stage_data import open_stage_data
     from olmo_core_jax.optim.schedules import check_schedule
-    from olmo_core_jax.train import interruption, loop, mesh, metrics, resume, run_log, step
+    from olmo_core_jax.train import loop, mesh, metrics, resume, run_log, step
 
     recipe, stage, topology = context.recipe, context.args.stage, context.topology
     section = recipe.stage(stage)

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from olmo_core_jax import results
 from olmo_core_jax.errors import UserError
 
 if TYPE_CHECKING:
@@ -14,7 +15,9 @@ HAND_SECONDS = 60.0
 """How long a person waits for an API that does not answer; a watch waits as long as the profile says."""
 
 Recipe = Annotated[str, typer.Option(help="name of a shipped recipe, or a YAML file")]
-RunRoot = Annotated[str, typer.Option(help="folder or gs:// URI of the whole run")]
+RunRoot = Annotated[
+    str, typer.Option(help="folder or gs:// URI of the whole run", callback=results.run_root)
+]
 Stage = Annotated[str, typer.Option(help="stage1_train, eval_landmarks/100, ...")]
 ProfileFile = Annotated[
     str | None,

@@ -51,6 +51,8 @@ def plan(recipe_name: str, output: str, run_id: str) -> Plan:
 
     recipe = load_recipe(recipe_name)
     where = recipe_location(recipe_name)
+    if output and not output.strip():
+        raise UserError("--output is blank: name a folder, or leave it out for one under runs/")
     root = output or str(Path("runs", f"{recipe.name}-{run_id}"))
     if not storage.is_remote(root):
         root = str(Path(root).resolve())

@@ -2,13 +2,15 @@
 
 import argparse
 import json
+import subprocess
+import sys
 
 import pytest
 
 from olmo_core_jax import recipes
-from olmo_core_jax.errors import UserError
+from olmo_core_jax.errors import USER_ERROR, UserError
 from olmo_core_jax.jobs import train
-from olmo_core_jax.jobs.common import Context
+from olmo_core_jax.jobs.common import Context, _parser
 from olmo_core_jax.results import digest_of, read_result
 from olmo_core_jax.signals import StopRequest
 from olmo_core_jax.topology import Topology
@@ -36,6 +38,25 @@ def test_the_start_is_its_checksums_and_damage_is_named(context, tmp_path):
     meta.mkdir()
     with pytest.raises(UserError, match="meta/metadata cannot be read: Is a directory"):
         train._start_digest(context)
+
+
+@pytest.mark.parametrize("plan", ["7", "7:hug", "x:term", "9:kill,3:term"])
+def test_a_bad_plan_of_interruptions_is_told_when_arguments_are_read(plan):
+    arguments = ["--recipe=laptop", "--run-root=r", "--stage=stage1"]
+    with pytest.raises(UserError, match="interruption"):
+        _parser(train.JOB).parse_args([*arguments, f"--interrupt={plan}"])
+    read = _parser(train.JOB).parse_args([*arguments, "--interrupt=3:term,9:kill"])
+    assert read.interrupt == "3:term,9:kill"
+
+
+@pytest.mark.parametrize("bad", ["--run-root=", "--run-root= ", "--interrupt=7:hug"])
+def test_bad_arguments_are_one_line_and_nothing_is_written(tmp_path, bad):
+    arguments = ["--recipe=laptop", f"--run-root={tmp_path / 'run'}", "--stage=stage1", bad]
+    command = [sys.executable, "-m", "olmo_core_jax.jobs.train", *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    (line,) = done.stdout.splitlines()
+    assert done.returncode == USER_ERROR and "UserError: " in line and not done.stderr
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_file_in_the_place_of_a_stages_folder_is_named(tmp_path):
