@@ -163,13 +163,15 @@ def list_hardware() -> None:
     from olmo_core_jax.launch.hardware import all_shapes
 
     typer.echo(
-        f"{'shape':20s} {'hosts':>5s} {'chips':>5s} {'devices':>7s} {'GiB/device':>10s} {'PFLOP/s':>8s}  machine"
+        f"{'shape':20s} {'hosts':>5s} {'chips':>5s} {'devices':>7s} {'GiB/device':>10s} {'PFLOP/s':>8s}  "
+        f"{'vCPUs':>5s} {'RAM GB':>6s}  machine (of one host)"
     )
     for s in all_shapes():
         memory = f"{s.chip.memory_per_device_gib:.0f}" if s.chip else "-"
         peak = f"{s.chips * s.chip.peak_bf16 / 1e15:.1f}" if s.chip else "-"
         typer.echo(
-            f"{s.name:20s} {s.hosts:5d} {s.chips:5d} {s.devices:7d} {memory:>10s} {peak:>8s}  {s.machine}"
+            f"{s.name:20s} {s.hosts:5d} {s.chips:5d} {s.devices:7d} {memory:>10s} {peak:>8s}  "
+            f"{s.host_vcpu or '-':>5} {s.host_ram_gb or '-':>6}  {s.machine}"
         )
 
 
