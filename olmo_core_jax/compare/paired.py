@@ -70,6 +70,6 @@ def checksums(folder: str, step: int) -> dict[str, int]:
     """A fingerprint of every array of a checkpoint; equal ones have equal bits."""
     where = storage.join(folder, "checkpoints", str(step), "meta", "metadata")
     try:
-        return storage.read_json(where)["checksums"]
+        return storage.read_mapping(where)["checksums"]
     except FileNotFoundError:
         return {}

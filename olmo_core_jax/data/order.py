@@ -200,8 +200,9 @@ def _described(uri: str, shuffle: Shuffle, epoch: int) -> dict | None:
 def _is_whole(description: dict) -> bool:
     """Does it say the order's length, and a digest of each of its blocks?"""
     length, block, digests = (description.get(k) for k in ("length", "block", "digests"))
-    counts = isinstance(length, int) and isinstance(block, int) and length > 0 < block
-    return counts and isinstance(digests, list) and len(digests) == -(-length // block)
+    if not (isinstance(length, int) and isinstance(block, int) and isinstance(digests, list)):
+        return False
+    return length > 0 < block and len(digests) == -(-length // block)
 
 
 def _digest(block: np.ndarray) -> str:

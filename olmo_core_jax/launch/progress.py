@@ -57,7 +57,7 @@ def launches(run_root: str, folder: str) -> list[dict[str, Any]]:
     """All submissions of a stage, oldest first."""
     where = storage.join(run_root, folder, LAUNCHES)
     return [
-        storage.read_json(storage.join(where, e.name))
+        storage.read_mapping(storage.join(where, e.name))
         for e in storage.list_dir(where)
         if e.name.endswith(".json")
     ]

@@ -24,7 +24,7 @@ def read_attempts(run_root: str, folder: str) -> dict[int, dict]:
     """What each attempt of a training stage ran on, by number."""
     where = storage.join(run_root, folder, "attempts")
     found = [
-        storage.read_json(storage.join(where, e.name))
+        storage.read_mapping(storage.join(where, e.name))
         for e in storage.list_dir(where)
         if e.name.endswith(".json")
     ]
