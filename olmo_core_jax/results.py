@@ -39,10 +39,13 @@ class StageResult(BaseModel):
 
 
 def run_root(text: str) -> str:
-    """The name of a run root as it is given. Raises UserError for an empty one: paths under it would start at `/`."""
+    """A run root as it is given, a folder as an absolute path: Orbax takes no other.
+
+    Raises UserError for an empty one: paths under it would start at `/`.
+    """
     if not text.strip():
         raise UserError("--run-root (or RUN_ROOT) is empty: name a folder, or . for this one")
-    return text
+    return text if storage.is_remote(text) else str(Path(text).absolute())
 
 
 def result_uri(run_root: str, folder: str) -> str:

@@ -49,6 +49,13 @@ def test_a_bad_plan_of_interruptions_is_told_when_arguments_are_read(plan):
     assert read.interrupt == "3:term,9:kill"
 
 
+def test_a_relative_run_root_is_made_absolute_and_a_bucket_is_left_alone(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for given, read in (("run/x", f"{tmp_path}/run/x"), (".", str(tmp_path)), ("gs://b/x",) * 2):
+        arguments = ["--recipe=laptop", "--stage=stage1", f"--run-root={given}"]
+        assert _parser(train.JOB).parse_args(arguments).run_root == read
+
+
 @pytest.mark.parametrize("bad", ["--run-root=", "--run-root= ", "--interrupt=7:hug"])
 def test_bad_arguments_are_one_line_and_nothing_is_written(tmp_path, bad):
     arguments = ["--recipe=laptop", f"--run-root={tmp_path / 'run'}", "--stage=stage1", bad]
