@@ -7,12 +7,11 @@ import os
 import time
 from contextlib import closing
 
-from olmo_core_jax import storage
+from olmo_core_jax import interruption, storage
 from olmo_core_jax.errors import Preempted
 from olmo_core_jax.jobs.common import Context, Job, Outcome, leave, main
 from olmo_core_jax.recipes.schema import TRAINING_STAGES, Stage
 from olmo_core_jax.results import arrays_digest, digest_of
-from olmo_core_jax.train import interruption
 
 log = logging.getLogger("olmo")
 

@@ -1,8 +1,8 @@
 """What flows/verify_resume.py needs beside the common entry: a short recipe, quiet stages, a verdict."""
 
 from olmo_core_jax.errors import UserError
+from olmo_core_jax.interruption import parse_plan
 from olmo_core_jax.launch.flow_entry import Plan, foreseen, plan, require, run_quietly
-from olmo_core_jax.train.interruption import parse_plan
 
 
 @foreseen()

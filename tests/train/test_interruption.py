@@ -9,8 +9,8 @@ import tiny
 
 from olmo_core_jax.compare.paired import compare_runs
 from olmo_core_jax.errors import Preempted, UserError
+from olmo_core_jax.interruption import Interruption, of_attempt, parse_plan
 from olmo_core_jax.jobs import train as jobs_train
-from olmo_core_jax.train.interruption import Interruption, of_attempt, parse_plan
 
 
 def test_a_plan_gives_every_attempt_its_own():
