@@ -40,6 +40,7 @@ class Reproduce(FlowSpec):
         flow_entry.require(
             "stage2" in plan.stages, f"{plan.name} has no stage 2: train it with olmo-jax train"
         )
+        flow_entry.require_inputs(plan)
         self.recipe_file, self.run_root, self.landmarks = plan.recipe, plan.run_root, plan.landmarks
         print(f"recipe {plan.name}, run root {self.run_root}")
         self.next(self.convert_weights)

@@ -75,7 +75,7 @@ def plan(
     from dataclasses import asdict
 
     from olmo_core_jax import plan as planning
-    from olmo_core_jax.recipes import load_recipe
+    from olmo_core_jax.recipes import load_recipe, missing_files
 
     loaded = load_recipe(recipe)
     if replay is not None:
@@ -90,7 +90,8 @@ def plan(
     if as_json:
         show([asdict(s) for s in stages], True)
     else:
-        show(planning.describe(loaded, stages, hardware, mfu), False)
+        absent = [f"not there: {name}" for name in missing_files(loaded)]
+        show("\n".join([planning.describe(loaded, stages, hardware, mfu), *absent]), False)
 
 
 @app.command(name="compile")

@@ -62,6 +62,18 @@ def plan(recipe_name: str, output: str, run_id: str) -> Plan:
 
 
 @foreseen()
+def require_inputs(found: Plan) -> None:
+    """Raises StageError that names what a recipe names and is not there, where stages run on this machine: a reference's
+    curve is not to be missed after the training."""
+    from olmo_core_jax.launch.profile import load_profile
+    from olmo_core_jax.recipes import load_recipe, missing_files
+
+    missing = missing_files(load_recipe(found.recipe)) if load_profile().backend == "local" else []
+    if missing:
+        raise UserError(f"recipe {found.name} names what is not there: {'; '.join(missing)}")
+
+
+@foreseen()
 def replay_windows(recipe_name: str, windows: str) -> list[str]:
     """The windows to replay, in full (`stage1/380:20`). Raises StageError for one that cannot be."""
     from olmo_core_jax import replay_plan

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+from itertools import pairwise
 from pathlib import Path
 
 import yaml
@@ -167,6 +168,24 @@ def _absolute(node: dict, folder: str | None, section: str = "") -> dict:
         else:
             out[key] = value
     return out
+
+
+def missing_files(recipe: Recipe) -> list[str]:
+    """The local files and folders that a recipe names and that are not there, each with its field. URIs are not asked."""
+
+    def look(node: dict, path: tuple[str, ...]) -> list[str]:
+        found = []
+        for key, value in node.items():
+            here = (*path, str(key))
+            if isinstance(value, dict):
+                found += look(value, here)
+            elif any(pair in PATHS for pair in pairwise(here[-3:])):
+                local = isinstance(value, str) and value.startswith("/")
+                if local and not Path(value).exists():
+                    found.append(f"{'.'.join(here)}: {value}")
+        return found
+
+    return look(recipe.model_dump(), ())
 
 
 def _reasons(error: ValidationError) -> list[str]:

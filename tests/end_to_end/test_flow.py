@@ -55,6 +55,21 @@ def test_a_recipe_without_stage_2_is_refused_before_anything_runs(flow, tmp_path
     assert not (tmp_path / "r").exists()
 
 
+def test_missing_files_are_named_before_anything_runs(flow, tmp_path):
+    mine = {"extends": "laptop", "name": "mine", "weights": {"hf": "my/step0"}}
+    mine["stage2"] = {"reference": {"curve": "my/curve.csv", "hf": {120: "my/hf"}}}
+    (tmp_path / "mine.yaml").write_text(yaml.safe_dump(mine))
+    code, out = ended(flow("run", "--recipe", "mine.yaml", "--output", str(tmp_path / "r")))
+    assert code != 0 and "Traceback" not in out and not (tmp_path / "r").exists()
+    for field, path in (
+        ("weights.hf", "step0"),
+        ("stage2.reference.curve", "curve.csv"),
+        ("stage2.reference.hf.120", "hf"),
+    ):
+        assert f"{field}: {tmp_path}/my/{path}" in out
+    assert out.count(f"{tmp_path}/my/") == 3 * out.count("names what is not there")
+
+
 def test_help_imports_no_framework():
     code = (
         "import runpy, sys; sys.argv = ['reproduce.py', '--help']\n"

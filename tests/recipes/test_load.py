@@ -41,6 +41,11 @@ def test_a_stage_that_a_recipe_lacks_is_the_users_mistake():
             recipe.stage(name)
 
 
+@pytest.mark.parametrize("name", recipes.shipped_recipes())
+def test_what_shipped_recipes_name_is_there(name):
+    assert recipes.missing_files(recipes.load_recipe(name)) == []
+
+
 def set_in(content, dotted, value):
     *path, last = dotted.split(".")
     for key in path:
