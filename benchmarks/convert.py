@@ -21,10 +21,10 @@ from pathlib import Path
 
 import numpy as np
 
-from olmo_core_jax.convert import hf, hf_config
-from olmo_core_jax.convert.names import leaves
-from olmo_core_jax.convert.safetensors_io import SafetensorsWriter, index_json, split_shards
-from olmo_core_jax.convert.tensors import Spec, numpy_dtype
+from olmo_core_jax.checkpoint.formats import hf, hf_config
+from olmo_core_jax.checkpoint.formats.safetensors import SafetensorsWriter, index_json, split_shards
+from olmo_core_jax.checkpoint.names import leaves
+from olmo_core_jax.checkpoint.tensors import Spec, numpy_dtype
 from olmo_core_jax.recipes import load_recipe
 from olmo_core_jax.recipes.schema import Model
 
@@ -67,7 +67,7 @@ def make_source(folder: Path, cfg: Model, dtype: str) -> int:
 
 
 def convert(cfg: Model, source: str, target: str, dtype: str) -> None:
-    from olmo_core_jax.convert.orbax_write import write_step
+    from olmo_core_jax.checkpoint.formats.orbax_write import write_step
 
     found = hf.open_hf(source, cfg)
     state = {"params": hf.params_from_hf(found, dtype)}
@@ -75,7 +75,7 @@ def convert(cfg: Model, source: str, target: str, dtype: str) -> None:
 
 
 def export(cfg: Model, source: str, target: str, dtype: str) -> None:
-    from olmo_core_jax.convert.orbax_read import OrbaxStep
+    from olmo_core_jax.checkpoint.formats.orbax_read import OrbaxStep
     from olmo_core_jax.recipes.schema import Tokenizer
 
     tokenizer = Tokenizer(name="none", eos_id=cfg.vocab_size - 2, pad_id=cfg.vocab_size - 1)
@@ -132,7 +132,7 @@ def size(folder: Path) -> int:
 
 def same_tensors(a: Path, b: Path, cfg: Model) -> bool:
     """Are the tensors of two HF folders the same bytes?"""
-    from olmo_core_jax.convert.safetensors_io import SafetensorsFolder
+    from olmo_core_jax.checkpoint.formats.safetensors import SafetensorsFolder
 
     one, two = SafetensorsFolder(str(a)), SafetensorsFolder(str(b))
     if one.specs() != two.specs():

@@ -15,7 +15,7 @@ import subprocess
 import sys
 import time
 
-from olmo_core_jax.chips import GPU_MEMORY_SHARE
+from olmo_core_jax.hardware.chips import GPU_MEMORY_SHARE
 
 SEQUENCE = 8192
 HEADS, WIDTH = 32, 128
@@ -42,12 +42,13 @@ def step(remat: str) -> dict:
     import jax
     import numpy as np
 
-    from olmo_core_jax import chips, recipes
+    from olmo_core_jax import recipes
+    from olmo_core_jax.compile.ahead import with_batch
     from olmo_core_jax.data.batch import Batch
+    from olmo_core_jax.hardware import chips
+    from olmo_core_jax.hardware.flops import training_flops
+    from olmo_core_jax.hardware.topology import Topology
     from olmo_core_jax.model.olmo3 import init_params
-    from olmo_core_jax.topology import Topology
-    from olmo_core_jax.train.compile import with_batch
-    from olmo_core_jax.train.flops import training_flops
     from olmo_core_jax.train.step import init_state, make_train_step
 
     recipe = with_batch(recipes.load_recipe("olmo3_7b"), "stage1", 1)

@@ -34,9 +34,9 @@ def ours() -> list[float]:
     import numpy as np
 
     from olmo_core_jax.data.batch import Batch
+    from olmo_core_jax.hardware.topology import Topology
     from olmo_core_jax.model.olmo3 import init_params
     from olmo_core_jax.recipes import schema
-    from olmo_core_jax.topology import Topology
     from olmo_core_jax.train.step import init_state, make_train_step
 
     model = schema.Model(

@@ -10,7 +10,8 @@ that neither slows the other down; on a cluster, `--max-workers 2` runs both at 
 
 from metaflow import FlowSpec, Parameter, card, current, step
 
-from olmo_core_jax.launch import ablation, flow_entry
+from olmo_core_jax.experiments.heads import launch
+from olmo_core_jax.launch import flow_entry
 
 
 class AblateHeads(FlowSpec):
@@ -35,7 +36,7 @@ class AblateHeads(FlowSpec):
     @step
     def start(self):
         """Two recipes, cut to what is compared, and the price that both pay."""
-        plan = ablation.two_arms(self.recipe, self.output, current.run_id, self.updates)
+        plan = launch.two_arms(self.recipe, self.output, current.run_id, self.updates)
         self.run_root, self.arms = plan.run_root, plan.arms
         self.last_step, self.costs = plan.updates, plan.costs
         print(
@@ -50,26 +51,26 @@ class AblateHeads(FlowSpec):
         from olmo_core_jax.launch import job
 
         recipe, root = f"{self.run_root}/{self.input}.yaml", f"{self.run_root}/{self.input}"
-        ablation.prepare(recipe, root)
+        launch.prepare(recipe, root)
         self.trained = flow_entry.run_stage(
             job.train(recipe, root, "stage1"), current.card["stage"]
         )
-        ablation.held_out(recipe, root)
+        launch.held_out(recipe, root)
         self.next(self.compare)
 
     @card(type="blank", id="ablation")
     @step
     def compare(self, inputs):
         """Both arms side by side."""
-        from olmo_core_jax.compare.ablation import compare_arms
-        from olmo_core_jax.report import ablation_card
+        from olmo_core_jax.experiments.heads import card
+        from olmo_core_jax.experiments.heads.comparison import compare_arms
 
         self.merge_artifacts(inputs, exclude=["trained"])
         found = compare_arms({arm: f"{self.run_root}/{arm}" for arm in self.arms}, self.last_step)
-        ablation_card.draw(current.card["ablation"], found, self.costs)
+        card.draw(current.card["ablation"], found, self.costs)
         self.figures, self.fair = found.figures(), found.fair
-        self.summary = ablation_card.summary(found)
-        self.table = ablation_card.figure_table(found, self.costs).markdown()
+        self.summary = card.summary(found)
+        self.table = card.figure_table(found, self.costs).markdown()
         self.next(self.end)
 
     @step
@@ -81,6 +82,6 @@ class AblateHeads(FlowSpec):
 
 
 if __name__ == "__main__":
-    ablation.one_at_a_time()
+    launch.one_at_a_time()
     flow_entry.prepare("AblateHeads")
     AblateHeads()

@@ -78,19 +78,19 @@ class Replay(FlowSpec):
     @step
     def join(self, inputs):
         """All windows side by side."""
-        from olmo_core_jax.report import replay_card
+        from olmo_core_jax.experiments.replay import card
 
         self.merge_artifacts(inputs, include=["recipe_file", "run_root", "chosen"])
         self.figures = {task.replays: task.replayed["figures"] for task in inputs}
-        replay_card.draw(current.card["windows"], self.figures)
+        card.draw(current.card["windows"], self.figures)
         self.next(self.end)
 
     @step
     def end(self):
         """The verdict; a window that is not the same run fails the flow."""
-        from olmo_core_jax.report import replay_card
+        from olmo_core_jax.experiments.replay import card
 
-        print(replay_card.window_table(self.figures).markdown())
+        print(card.window_table(self.figures).markdown())
         flow_entry.require_all_passed(self.figures)
 
     def _run(self, job) -> dict:

@@ -7,7 +7,8 @@ The profile that OLMO_LAUNCH names says where both run. Interruptions are real s
 
 from metaflow import FlowSpec, Parameter, card, current, step
 
-from olmo_core_jax.launch import flow_entry, verify
+from olmo_core_jax.experiments.resume import launch
+from olmo_core_jax.launch import flow_entry
 
 
 class VerifyResume(FlowSpec):
@@ -32,7 +33,7 @@ class VerifyResume(FlowSpec):
     @step
     def start(self):
         """The same short recipe for both; everything else is the recipe's own."""
-        plan = verify.short_plan(
+        plan = launch.short_plan(
             self.recipe, self.output, current.run_id, self.updates, self.every, self.interrupt
         )
         self.recipe_file, self.run_root = plan.recipe, plan.run_root
@@ -48,7 +49,7 @@ class VerifyResume(FlowSpec):
 
         root = f"{self.run_root}/{self.input}"
         plan = self.interrupt if self.input == "interrupted" else ""
-        verify.prepare(self.recipe_file, root)
+        launch.prepare(self.recipe_file, root)
         self.trained = flow_entry.run_stage(
             job.train(self.recipe_file, root, "stage1", plan), current.card["stage"]
         )
@@ -58,15 +59,15 @@ class VerifyResume(FlowSpec):
     @step
     def compare(self, inputs):
         """Every update and the last state of both, side by side."""
-        from olmo_core_jax.compare.paired import compare_runs
-        from olmo_core_jax.report import paired_card
+        from olmo_core_jax.experiments.resume import card
+        from olmo_core_jax.experiments.resume.comparison import compare_runs
 
         self.merge_artifacts(inputs, include=["recipe_file", "run_root"])
         roots = [f"{self.run_root}/{kind}" for kind in ("unbroken", "interrupted")]
         found = compare_runs(*roots, "stage1", self.updates)
-        paired_card.draw(current.card["paired"], found)
-        self.verdict = paired_card.summary(found)
-        self.table = paired_card.paired_table(found).markdown()
+        card.draw(current.card["paired"], found)
+        self.verdict = card.summary(found)
+        self.table = card.paired_table(found).markdown()
         self.same, self.attempts = found.same, found.attempts
         self.next(self.end)
 
@@ -76,7 +77,7 @@ class VerifyResume(FlowSpec):
         print(self.table)
         print(self.verdict)
         flow_entry.require(self.same, self.verdict)
-        verify.require_all_struck(self.interrupt, self.attempts)
+        launch.require_all_struck(self.interrupt, self.attempts)
 
 
 if __name__ == "__main__":

@@ -1,16 +1,16 @@
 """What a recipe will take: updates, tokens, learning rates, days, chip-hours, money and disk. Arithmetic only, no JAX.
 
-Time is FLOPs / (chips * peak * MFU): an estimate as good as the MFU that is put in. train/flops.py says what is counted.
+Time is FLOPs / (chips * peak * MFU): an estimate as good as the MFU that is put in. hardware/flops.py says what is counted.
 """
 
 import math
 from dataclasses import asdict, dataclass
 
 from olmo_core_jax.errors import UserError
-from olmo_core_jax.launch import hardware
+from olmo_core_jax.hardware import shapes
+from olmo_core_jax.hardware.flops import training_flops
 from olmo_core_jax.optim.schedules import check_schedule, joins, learning_rate
 from olmo_core_jax.recipes.schema import Recipe, Stage
-from olmo_core_jax.train.flops import training_flops
 
 BYTES = {"float32": 4, "bfloat16": 2}
 GIB = 2**30
@@ -60,7 +60,7 @@ def _plan_stage(recipe: Recipe, name: str, stage: Stage, shape, mfu, price) -> S
     flops = tokens * training_flops(recipe.model, stage.data.sequence_length)
     hours = chip_hours = None
     if shape is not None:
-        found = hardware.shape(shape)
+        found = shapes.shape(shape)
         if found.chip is None:
             raise UserError(f"--hardware {shape} has no chip with a known peak rate")
         hours = flops / (found.chips * found.chip.peak_bf16 * mfu) / 3600

@@ -4,6 +4,8 @@ import os
 import shutil
 import tempfile
 
+pytest_plugins = ["mixes"]  # fixtures of small mixes, tests/support/mixes.py
+
 SETTINGS = {
     "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
     "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",

@@ -8,8 +8,8 @@ import pytest
 
 from olmo_core_jax import recipes
 from olmo_core_jax.errors import UserError
+from olmo_core_jax.experiments.replay.plan import price_windows
 from olmo_core_jax.plan import plan
-from olmo_core_jax.replay_plan import price_windows
 
 
 @pytest.fixture(scope="module")

@@ -79,11 +79,11 @@ def plan(
 
     loaded = load_recipe(recipe)
     if replay is not None:
-        from olmo_core_jax import replay_plan
+        from olmo_core_jax.experiments.replay import plan
 
-        chosen = replay_plan.parse_windows(replay, loaded)
-        windows = replay_plan.price_windows(loaded, chosen, hardware, mfu, price)
-        text = replay_plan.describe_windows(loaded, windows)
+        chosen = plan.parse_windows(replay, loaded)
+        windows = plan.price_windows(loaded, chosen, hardware, mfu, price)
+        text = plan.describe_windows(loaded, windows)
         show([asdict(w) for w in windows] if as_json else text, as_json)
         return
     stages = planning.plan(loaded, hardware, mfu, price)
@@ -119,11 +119,11 @@ def compile_ahead(
     """Compile the real step for TPUs or GPUs on any machine: memory, FLOPs, collectives, does it fit."""
     from dataclasses import asdict
 
-    from olmo_core_jax.launch import hardware as shapes
-    from olmo_core_jax.launch.tuning import default_topology
+    from olmo_core_jax.compile import ahead
+    from olmo_core_jax.hardware import shapes
+    from olmo_core_jax.hardware.topology import load_topology
+    from olmo_core_jax.hardware.tuning import default_topology
     from olmo_core_jax.recipes import load_recipe
-    from olmo_core_jax.topology import load_topology
-    from olmo_core_jax.train import compile as ahead
 
     shape = shapes.shape(hardware)
     chosen = default_topology(hardware)
@@ -161,7 +161,7 @@ def report(
 @app.command(name="hardware")
 def list_hardware() -> None:
     """Every node shape that jobs can run on."""
-    from olmo_core_jax.launch.hardware import all_shapes
+    from olmo_core_jax.hardware.shapes import all_shapes
 
     typer.echo(
         f"{'shape':20s} {'hosts':>5s} {'chips':>5s} {'devices':>7s} {'GiB/device':>10s} {'PFLOP/s':>8s}  "

@@ -20,7 +20,7 @@ def ls(
     ],
 ) -> None:
     """The checkpoints under a folder, with their counters."""
-    from olmo_core_jax.convert.inspection import list_checkpoints
+    from olmo_core_jax.checkpoint.inspection import list_checkpoints
 
     typer.echo(str(list_checkpoints(folder)))
 
@@ -28,7 +28,7 @@ def ls(
 @app.command()
 def show(path: Path) -> None:
     """Every tensor's shape and dtype, the counters, the digests."""
-    from olmo_core_jax.convert.inspection import show as describe
+    from olmo_core_jax.checkpoint.inspection import show as describe
 
     typer.echo(str(describe(path)))
 
@@ -36,7 +36,7 @@ def show(path: Path) -> None:
 @app.command()
 def diff(a: Path, b: Path) -> None:
     """Two checkpoints tensor by tensor. Exit code 1 where they differ."""
-    from olmo_core_jax.convert.inspection import diff as compare
+    from olmo_core_jax.checkpoint.inspection import diff as compare
 
     found = compare(a, b)
     typer.echo(str(found))
@@ -47,7 +47,7 @@ def diff(a: Path, b: Path) -> None:
 @app.command()
 def verify(path: Path) -> None:
     """Reads every array and compares it with its recorded checksum. Exit code 1 where one is damaged."""
-    from olmo_core_jax.convert.inspection import verify as check
+    from olmo_core_jax.checkpoint.inspection import verify as check
 
     found = check(path)
     typer.echo(str(found))
@@ -74,9 +74,9 @@ def export(
     ] = False,
 ) -> None:
     """Our checkpoint as an HF folder that transformers loads, or as a native one that OLMo-core goes on from."""
-    from olmo_core_jax.convert.hf import export_hf
-    from olmo_core_jax.convert.native_write import write_native
-    from olmo_core_jax.convert.orbax_read import OrbaxStep
+    from olmo_core_jax.checkpoint.formats.hf import export_hf
+    from olmo_core_jax.checkpoint.formats.olmo_core_write import write_native
+    from olmo_core_jax.checkpoint.formats.orbax_read import OrbaxStep
     from olmo_core_jax.errors import UserError
     from olmo_core_jax.recipes import load_recipe
 
@@ -112,7 +112,7 @@ def parity(
     dtype: Annotated[str, typer.Option(help="float32 or bfloat16")] = "float32",
 ) -> None:
     """The same tokens through both: KL, top-1, top-10, logits, and the first layer and module that depart."""
-    from olmo_core_jax.convert.checks import compare_checkpoints
+    from olmo_core_jax.parity.checks import compare_checkpoints
 
     verdict = compare_checkpoints(a, b, dtype=dtype, tokens=tokens)
     typer.echo(verdict.table())

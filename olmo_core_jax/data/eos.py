@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 
 from olmo_core_jax.data import shards
-from olmo_core_jax.data.readers import CONNECTIONS, Reader, reader_for
+from olmo_core_jax.storage.readers import CONNECTIONS, Reader, reader_for
 
 SCANNED_TOKENS = 1_000_000
 """Tokens at a shard's begin in which an end of document is expected."""

@@ -18,8 +18,8 @@ from olmo_core_jax import storage
 from olmo_core_jax.data import shards
 from olmo_core_jax.data.mix import load_mix
 from olmo_core_jax.data.problems import refuse
-from olmo_core_jax.data.readers import Reader, reader_for
 from olmo_core_jax.errors import UserError
+from olmo_core_jax.storage.readers import Reader, reader_for
 
 PIECE = 32 << 20
 """Bytes a request of the direct copy."""

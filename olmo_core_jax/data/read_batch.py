@@ -6,9 +6,9 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 
 from olmo_core_jax.data.index import Index, Place
-from olmo_core_jax.data.readers import CONNECTIONS, reader_for
 from olmo_core_jax.data.repetition import RepetitionFilter
 from olmo_core_jax.errors import UserError
+from olmo_core_jax.storage.readers import CONNECTIONS, reader_for
 
 
 class BatchReader:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from olmo_core_jax import storage
-from olmo_core_jax.data.readers import CONNECTIONS, HttpReader, Reader, reader_for
+from olmo_core_jax.storage.readers import CONNECTIONS, HttpReader, Reader, reader_for
 
 HEAD = 4096
 WINDOW = 8192

@@ -14,9 +14,9 @@ from olmo_core_jax.errors import UserError
 from olmo_core_jax.evaluate import lm_loss, tasks, token_kl
 from olmo_core_jax.evaluate.scoring import Scorer
 from olmo_core_jax.evaluate.weights import our_params, reference_params
+from olmo_core_jax.hardware.topology import Topology
 from olmo_core_jax.model.options import model_options
 from olmo_core_jax.recipes.schema import Recipe, Reference
-from olmo_core_jax.topology import Topology
 from olmo_core_jax.train.mesh import RULES, named_sharding, replicated
 
 log = logging.getLogger("olmo")

@@ -5,9 +5,9 @@ import logging
 from olmo_core_jax import storage
 from olmo_core_jax.data.mix import read_mix
 from olmo_core_jax.data.stage_data import build_stage_data
+from olmo_core_jax.hardware.topology import process_id
 from olmo_core_jax.jobs.common import Context, Job, Outcome, leave, main
 from olmo_core_jax.results import digest_of
-from olmo_core_jax.topology import process_id
 
 log = logging.getLogger("olmo")
 

@@ -16,13 +16,14 @@ from dataclasses import dataclass, field
 from typing import NoReturn
 
 from olmo_core_jax import recipes, storage
-from olmo_core_jax.chips import GPU_MEMORY_SHARE
 from olmo_core_jax.errors import CRASH, OK, PREEMPTED, JobError, UserError
-from olmo_core_jax.jobs import lock, maintenance
+from olmo_core_jax.hardware.chips import GPU_MEMORY_SHARE
+from olmo_core_jax.hardware.topology import Topology, load_topology, process_id
+from olmo_core_jax.jobs import maintenance
 from olmo_core_jax.recipes import Recipe
 from olmo_core_jax.results import StageResult, read_result, run_root, write_result
 from olmo_core_jax.signals import StopNow, StopRequest, grace_from_environment
-from olmo_core_jax.topology import Topology, load_topology, process_id
+from olmo_core_jax.storage import lock
 
 log = logging.getLogger("olmo")
 

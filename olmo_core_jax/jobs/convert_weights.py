@@ -7,12 +7,13 @@ import logging
 import numpy as np
 
 from olmo_core_jax import recipes, storage
-from olmo_core_jax.convert import download, hf
-from olmo_core_jax.convert.names import leaves
+from olmo_core_jax.checkpoint import download
+from olmo_core_jax.checkpoint.formats import hf
+from olmo_core_jax.checkpoint.names import leaves
 from olmo_core_jax.errors import UserError
+from olmo_core_jax.hardware.topology import process_id
 from olmo_core_jax.jobs.common import Context, Job, Outcome, leave, main
 from olmo_core_jax.results import digest_of, file_digest
-from olmo_core_jax.topology import process_id
 
 log = logging.getLogger("olmo")
 
@@ -47,8 +48,8 @@ def _initialise(context: Context, outcome: Outcome) -> None:
     """No weights are given: our own initialisation, as a checkpoint like any other."""
     import jax
 
+    from olmo_core_jax.checkpoint.store import CheckpointStore
     from olmo_core_jax.model.olmo3 import init_params
-    from olmo_core_jax.train.checkpoint import CheckpointStore
 
     recipe = context.recipe
     store = CheckpointStore(context.path("checkpoints"))
@@ -60,8 +61,8 @@ def _initialise(context: Context, outcome: Outcome) -> None:
 
 
 def _convert(context: Context, outcome: Outcome) -> None:
-    from olmo_core_jax.convert import orbax_write
-    from olmo_core_jax.train.checkpoint import CheckpointStore
+    from olmo_core_jax.checkpoint.formats import orbax_write
+    from olmo_core_jax.checkpoint.store import CheckpointStore
 
     recipe, folder = context.recipe, context.path("checkpoints")
     source = download.local_weights(recipe.weights, context.folder)
@@ -92,7 +93,7 @@ def _convert(context: Context, outcome: Outcome) -> None:
 
 
 def _prove(context: Context, source: str, outcome: Outcome) -> None:
-    from olmo_core_jax.convert import checks
+    from olmo_core_jax.parity import checks
 
     recipe, checkpoint = context.recipe, context.path("checkpoints", "0")
     if recipe.weights.parity:

@@ -7,8 +7,9 @@ import os
 import time
 from contextlib import closing
 
-from olmo_core_jax import interruption, storage
+from olmo_core_jax import storage
 from olmo_core_jax.errors import Preempted
+from olmo_core_jax.experiments.resume import plan as interruptions
 from olmo_core_jax.jobs.common import Context, Job, Outcome, leave, main
 from olmo_core_jax.recipes.schema import TRAINING_STAGES, Stage
 from olmo_core_jax.results import arrays_digest, digest_of
@@ -37,7 +38,7 @@ def flags(parser: argparse.ArgumentParser) -> None:
 
 def _plan_of_interruptions(text: str) -> str:
     """The text as it is. Raises UserError where it is no plan: now, and not once everything is read and restored."""
-    interruption.parse_plan(text)
+    interruptions.parse_plan(text)
     return text
 
 
@@ -128,7 +129,7 @@ def _trainer(context: Context, open_things: contextlib.ExitStack):
         open_things.callback(lines.flush)
         attempt = max(writer.attempt, lines.attempt, 1 + _begun(context))
         writer.attempt = lines.attempt = attempt
-        trainer.interruption = interruption.of_attempt(context.args.interrupt, attempt)
+        trainer.interruption = interruptions.of_attempt(context.args.interrupt, attempt)
         _note_attempt(context, trainer, attempt, first_step, _noted(start.data_notes))
     return trainer
 
@@ -163,7 +164,7 @@ def _note_attempt(
 
 
 def _store(context: Context, section: Stage):
-    from olmo_core_jax.train.checkpoint import CheckpointStore
+    from olmo_core_jax.checkpoint.store import CheckpointStore
 
     rule = section.checkpoints
     return CheckpointStore(context.path("checkpoints"), keep=rule.keep, landmarks=rule.landmarks)

@@ -9,10 +9,10 @@ import argparse
 import logging
 
 from olmo_core_jax import recipes, storage
-from olmo_core_jax.convert import ranges
 from olmo_core_jax.errors import UserError
+from olmo_core_jax.hardware.topology import process_id
 from olmo_core_jax.jobs.common import Context, Job, Outcome, leave, main
-from olmo_core_jax.topology import process_id
+from olmo_core_jax.storage import ranges
 
 log = logging.getLogger("olmo")
 
@@ -39,8 +39,9 @@ def inputs(context: Context) -> dict[str, str]:
 
 
 def work(context: Context) -> Outcome:
-    from olmo_core_jax.convert import orbax_write, warm_adam
-    from olmo_core_jax.train.checkpoint import CheckpointStore
+    from olmo_core_jax.checkpoint import warm_adam
+    from olmo_core_jax.checkpoint.formats import orbax_write
+    from olmo_core_jax.checkpoint.store import CheckpointStore
 
     outcome = Outcome()
     if process_id(context.topology) != 0:
@@ -95,7 +96,7 @@ def work(context: Context) -> Outcome:
 
 
 def _stage1_end(context: Context) -> str:
-    from olmo_core_jax.convert.warm_adam import last_checkpoint
+    from olmo_core_jax.checkpoint.warm_adam import last_checkpoint
 
     return last_checkpoint(context.run_root, BEFORE, context.recipe.stage(BEFORE).last_step)
 

@@ -60,7 +60,7 @@ def job_of(stage: str, recipe: str, run_root: str) -> "Job":
 def _launcher(
     recipe: str, run_root: str, stage: str, profile: str | None, patience: float | None = None
 ):
-    from olmo_core_jax.launch.gke import Launcher
+    from olmo_core_jax.launch.gke.watch import Launcher
     from olmo_core_jax.launch.profile import load_profile
 
     return Launcher(job_of(stage, recipe, run_root), load_profile(profile), patience=patience)
@@ -68,11 +68,11 @@ def _launcher(
 
 def render(recipe: Recipe, run_root: RunRoot, stage: Stage, profile: ProfileFile = None) -> None:
     """Print a stage's JobSet; nothing is sent."""
-    from olmo_core_jax.launch.check import check
-    from olmo_core_jax.launch.jobset import render as manifest_of
-    from olmo_core_jax.launch.jobset import to_yaml
+    from olmo_core_jax.launch.gke.check import check
+    from olmo_core_jax.launch.gke.manifest import render as manifest_of
+    from olmo_core_jax.launch.gke.manifest import to_yaml
+    from olmo_core_jax.launch.gke.visible import as_pods_see
     from olmo_core_jax.launch.profile import load_profile
-    from olmo_core_jax.launch.visible import as_pods_see
 
     chosen, job = load_profile(profile), job_of(stage, recipe, run_root)
     manifest = manifest_of(as_pods_see(job, chosen.gke_of(job.folder)), chosen)
@@ -95,7 +95,7 @@ def logs(
 ) -> None:
     """Print the saved logs of every attempt (of the first host; --all: of every host)."""
     from olmo_core_jax import storage
-    from olmo_core_jax.launch.gke_logs import saved_logs
+    from olmo_core_jax.launch.gke.logs import saved_logs
 
     empty = True
     for name, text in saved_logs(run_root, stage, all_hosts):
@@ -124,7 +124,7 @@ def resume_until_done(
 
 def preflight(recipe: Recipe, run_root: RunRoot, stage: Stage, profile: ProfileFile = None) -> None:
     """Look at everything that a submission needs; exit code 0 only if all of it is there."""
-    from olmo_core_jax.launch import preflight as rows
+    from olmo_core_jax.launch.gke import preflight as rows
     from olmo_core_jax.launch.profile import load_profile
 
     chosen, job = load_profile(profile), job_of(stage, recipe, run_root)
@@ -135,10 +135,10 @@ def preflight(recipe: Recipe, run_root: RunRoot, stage: Stage, profile: ProfileF
 
 def _impatient(profile, stage: str):
     """Requests without patience: a preflight should say at once what is not there."""
-    from olmo_core_jax.launch import kube
+    from olmo_core_jax.launch.gke import api
 
     gke = profile.gke_of(stage)
     try:
-        return kube.Kube(lambda: kube.connect(gke.context), gke.namespace, patience=15.0)
+        return api.Kube(lambda: api.connect(gke.context), gke.namespace, patience=15.0)
     except UserError as e:  # one row of the table
         return e

@@ -76,13 +76,11 @@ def require_inputs(found: Plan) -> None:
 @foreseen()
 def replay_windows(recipe_name: str, windows: str) -> list[str]:
     """The windows to replay, in full (`stage1/380:20`). Raises StageError for one that cannot be."""
-    from olmo_core_jax import replay_plan
+    from olmo_core_jax.experiments.replay import plan
     from olmo_core_jax.recipes import load_recipe
 
     recipe = load_recipe(recipe_name)
-    chosen = (
-        replay_plan.parse_windows(windows, recipe) if windows else replay_plan.all_windows(recipe)
-    )
+    chosen = plan.parse_windows(windows, recipe) if windows else plan.all_windows(recipe)
     if not chosen:
         raise UserError(f"recipe {recipe.name} names no two native checkpoints: say --windows N:K")
     return [str(window) for window in chosen]

@@ -4,9 +4,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from olmo_core_jax.errors import JobError
+from olmo_core_jax.hardware.topology import Topology
 from olmo_core_jax.launch.profile import Profile
 from olmo_core_jax.results import StageResult
-from olmo_core_jax.topology import Topology
 
 Tick = Callable[[], None]
 """Called every few seconds while a job runs: for cards."""
@@ -86,6 +86,6 @@ def run(job: Job, profile: Profile, tick: Tick = lambda: None) -> StageResult:
         from olmo_core_jax.launch import local
 
         return local.run(job, profile, tick)
-    from olmo_core_jax.launch import gke
+    from olmo_core_jax.launch.gke import watch
 
-    return gke.run(job, profile, tick)
+    return watch.run(job, profile, tick)

@@ -10,8 +10,8 @@ from typing import Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from olmo_core_jax.errors import UserError
-from olmo_core_jax.launch.gke_profile import GKE
-from olmo_core_jax.topology import Topology
+from olmo_core_jax.hardware.topology import Topology
+from olmo_core_jax.launch.gke.profile import GKE
 from olmo_core_jax.yaml_text import parse_yaml
 
 ENVIRONMENT = "OLMO_LAUNCH"

@@ -7,7 +7,7 @@ from typing import cast
 import jax
 from jax.sharding import Mesh, NamedSharding
 
-from olmo_core_jax.topology import Topology
+from olmo_core_jax.hardware.topology import Topology
 
 AxisNames = tuple[str | None, ...]
 Shard = Callable[[AxisNames], NamedSharding]

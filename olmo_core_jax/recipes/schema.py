@@ -1,4 +1,4 @@
-"""What is run: the typed, validated recipe. It knows nothing of hardware (see topology.py for that).
+"""What is run: the typed, validated recipe. It knows nothing of hardware (see hardware/topology.py for that).
 
 A recipe is one YAML file. Every path in it is relative to the file itself, absolute, or a URI (gs://, https://).
 Unknown keys and wrong types are refused with the field's name.

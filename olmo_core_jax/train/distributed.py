@@ -9,7 +9,7 @@ from collections.abc import Mapping
 import jax
 
 from olmo_core_jax.errors import JobError, UserError
-from olmo_core_jax.topology import Distributed, Topology, process_id
+from olmo_core_jax.hardware.topology import Distributed, Topology, process_id
 
 log = logging.getLogger(__name__)
 

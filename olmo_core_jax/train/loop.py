@@ -16,14 +16,14 @@ import numpy as np
 from jax.sharding import Mesh
 
 from olmo_core_jax import storage
+from olmo_core_jax.checkpoint.store import CheckpointStore
 from olmo_core_jax.data.instance_log import Line, digest
 from olmo_core_jax.data.loader import Loader
 from olmo_core_jax.errors import Diverged, Preempted
-from olmo_core_jax.interruption import Interruption
+from olmo_core_jax.experiments.resume.plan import Interruption
 from olmo_core_jax.optim.schedules import learning_rate
 from olmo_core_jax.recipes.schema import Stage
 from olmo_core_jax.signals import StopRequest
-from olmo_core_jax.train.checkpoint import CheckpointStore
 from olmo_core_jax.train.delivered import Delivered
 from olmo_core_jax.train.mesh import global_batch
 from olmo_core_jax.train.metrics import Meter, Update

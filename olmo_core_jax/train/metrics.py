@@ -3,9 +3,9 @@
 import math
 from dataclasses import dataclass, field
 
-from olmo_core_jax.chips import peak_flops
+from olmo_core_jax.hardware.chips import peak_flops
+from olmo_core_jax.hardware.flops import training_flops
 from olmo_core_jax.recipes.schema import Model, Stage
-from olmo_core_jax.train.flops import training_flops
 
 PPL_BELOW = 10.0
 """OLMo-core leaves the perplexity out where the cross-entropy is above this."""

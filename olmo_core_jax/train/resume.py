@@ -12,6 +12,7 @@ import jax
 from jax.sharding import Mesh
 
 from olmo_core_jax import recipes, storage
+from olmo_core_jax.checkpoint.store import CheckpointStore
 from olmo_core_jax.data.index import Index
 from olmo_core_jax.data.order import Order
 from olmo_core_jax.data.resume import check_state
@@ -19,7 +20,6 @@ from olmo_core_jax.errors import UserError
 from olmo_core_jax.model.olmo3 import abstract_params, init_params
 from olmo_core_jax.optim.skip_step_adamw import SkipStepAdamWState
 from olmo_core_jax.recipes import Recipe
-from olmo_core_jax.train.checkpoint import CheckpointStore
 from olmo_core_jax.train.mesh import param_shardings, state_shardings
 from olmo_core_jax.train.step import TrainState, init_state
 

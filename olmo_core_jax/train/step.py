@@ -10,12 +10,12 @@ from jax.sharding import Mesh
 
 from olmo_core_jax.data.batch import Batch
 from olmo_core_jax.errors import UserError
+from olmo_core_jax.hardware.topology import Topology
 from olmo_core_jax.model.olmo3 import bind
 from olmo_core_jax.model.options import ModelOptions, Shard, model_options
 from olmo_core_jax.optim.schedules import check_schedule
 from olmo_core_jax.optim.skip_step_adamw import SkipStepAdamWState, global_norm, skip_step_adamw
 from olmo_core_jax.recipes.schema import Model, Precision, Stage
-from olmo_core_jax.topology import Topology
 from olmo_core_jax.train.loss import HeadLoss, Targets, head_loss, loss_divisor, shifted_targets
 
 

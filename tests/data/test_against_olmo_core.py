@@ -4,7 +4,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import EOS, PAD, TOKENIZER, VOCAB, make_recipe
+from mixes import EOS, PAD, TOKENIZER, VOCAB, make_recipe
 
 pytest.importorskip("torch")
 pytest.importorskip("olmo_core")

@@ -9,13 +9,12 @@ import numpy as np
 import pytest
 from fake_gcs import FakeGcs, Virtual
 
-from olmo_core_jax import storage
-from olmo_core_jax.data import gcs
 from olmo_core_jax.data.build import build_index
 from olmo_core_jax.data.index import load_index, save_index
 from olmo_core_jax.data.mix import load_mix
 from olmo_core_jax.data.order import Shuffle
 from olmo_core_jax.recipes import schema
+from olmo_core_jax.storage import files, gcs
 
 pytest.importorskip("olmo_core")
 pytest.importorskip("google.cloud.storage")
@@ -37,10 +36,10 @@ def content(offset: int, length: int) -> bytes:
 def bucket(monkeypatch):
     store = FakeGcs()
     monkeypatch.setenv("STORAGE_EMULATOR_HOST", store.url)
-    for client in (gcs._client, storage._client):
+    for client in (gcs._client, files._client):
         client.cache_clear()
     yield store
-    for client in (gcs._client, storage._client):
+    for client in (gcs._client, files._client):
         client.cache_clear()
     store.close()
 

@@ -5,7 +5,7 @@ import sys
 
 import numpy as np
 import pytest
-from conftest import make_recipe
+from mixes import make_recipe
 
 from olmo_core_jax import recipes
 from olmo_core_jax.data.stage_data import build_stage_data

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import EOS, TOKENIZER, VOCAB, make_recipe
+from mixes import EOS, TOKENIZER, VOCAB, make_recipe
 
 from olmo_core_jax.data.build import build_index
 from olmo_core_jax.data.index import default_dtype, index_uri, load_index, save_index

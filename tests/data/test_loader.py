@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import VOCAB, make_recipe
+from mixes import VOCAB, make_recipe
 
 from olmo_core_jax import recipes
 from olmo_core_jax.data.loader import Loader

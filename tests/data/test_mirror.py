@@ -6,13 +6,13 @@ import threading
 from pathlib import Path
 
 import pytest
-from conftest import TOKENIZER, VOCAB
+from mixes import TOKENIZER, VOCAB
 
 from olmo_core_jax.data import mirror as module
-from olmo_core_jax.data import readers
 from olmo_core_jax.data.build import build_index
 from olmo_core_jax.data.mirror import mirror, summary, transfer_list
 from olmo_core_jax.errors import UserError
+from olmo_core_jax.storage import readers
 
 
 class Ranges(http.server.SimpleHTTPRequestHandler):

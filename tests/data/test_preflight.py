@@ -4,7 +4,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import EOS, VOCAB, make_recipe
+from mixes import EOS, VOCAB, make_recipe
 
 from olmo_core_jax.data.order import order_uri
 from olmo_core_jax.data.preflight import preflight

@@ -7,7 +7,7 @@ import sys
 
 import numpy as np
 import pytest
-from conftest import make_recipe, make_run_root
+from mixes import make_recipe, make_run_root
 
 from olmo_core_jax import storage
 from olmo_core_jax.data.audit import audit, log_uri

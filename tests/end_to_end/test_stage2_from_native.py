@@ -8,10 +8,10 @@ import pytest
 from olmo_core_jax.compare import checks
 from olmo_core_jax.compare.stage import read_stage
 from olmo_core_jax.evaluate.weights import our_params, reference_params, weight_figures
+from olmo_core_jax.hardware.topology import Mesh
 from olmo_core_jax.launch import job
 from olmo_core_jax.launch.profile import load_profile
 from olmo_core_jax.recipes import load_recipe
-from olmo_core_jax.topology import Mesh
 from olmo_core_jax.train.mesh import make_mesh
 
 

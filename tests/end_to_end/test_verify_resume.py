@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import tiny
 
 ROOT = Path(__file__).parents[2]
 
@@ -24,18 +25,13 @@ def run_flow(cwd: Path, *arguments: str) -> tuple[int, str]:
 
 @pytest.fixture
 def recipe(tmp_path) -> str:
-    sys.path.insert(0, str(ROOT / "tests" / "train"))
-    try:
-        import tiny
-    finally:
-        sys.path.pop(0)
     return tiny.write_recipe(tmp_path / "recipe", 40)
 
 
 def cut(recipe: str, folder: Path, interrupt: str, updates: int = 30, every: int = 5):
-    from olmo_core_jax.launch import verify
+    from olmo_core_jax.experiments.resume import launch
 
-    return verify.short_plan(recipe, str(folder / "runs"), "1", updates, every, interrupt)
+    return launch.short_plan(recipe, str(folder / "runs"), "1", updates, every, interrupt)
 
 
 @pytest.mark.parametrize(
@@ -75,14 +71,14 @@ def test_the_short_recipe_ends_and_saves_where_it_is_told(tmp_path, recipe):
 
 
 def test_fewer_attempts_than_interruptions_prove_nothing():
-    from olmo_core_jax.launch import verify
+    from olmo_core_jax.experiments.resume import launch
     from olmo_core_jax.launch.flow_entry import StageError
 
-    verify.require_all_struck("", 1)
-    verify.require_all_struck("7:term,13:kill", 3)
-    verify.require_all_struck("7:term,13:kill", 4)  # the machine was lost once, too
+    launch.require_all_struck("", 1)
+    launch.require_all_struck("7:term,13:kill", 3)
+    launch.require_all_struck("7:term,13:kill", 4)  # the machine was lost once, too
     with pytest.raises(StageError, match="2 interruptions were planned, but there are 2 attempts"):
-        verify.require_all_struck("7:term,13:kill", 2)
+        launch.require_all_struck("7:term,13:kill", 2)
 
 
 @pytest.mark.slow

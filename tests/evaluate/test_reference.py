@@ -12,7 +12,7 @@ transformers = pytest.importorskip("transformers")
 from lm_eval.api.instance import Instance  # noqa: E402
 from tokenizers import Tokenizer  # noqa: E402
 
-from olmo_core_jax.convert import hf  # noqa: E402
+from olmo_core_jax.checkpoint.formats import hf  # noqa: E402
 from olmo_core_jax.evaluate import lm_loss, tasks, token_kl  # noqa: E402
 from olmo_core_jax.evaluate.harness import OlmoLM  # noqa: E402
 from olmo_core_jax.evaluate.scoring import Scorer  # noqa: E402

@@ -181,8 +181,7 @@ def test_ten_questions_without_a_network(tmp_path):
         "-c",
         textwrap.dedent(OFFLINE),
         str(folder),
-        str(Path(__file__).parent),
-        str(Path(__file__).parents[1]),
+        str(Path(__file__).parents[1] / "support"),
     ]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr

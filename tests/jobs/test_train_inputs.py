@@ -9,11 +9,11 @@ import pytest
 
 from olmo_core_jax import recipes
 from olmo_core_jax.errors import USER_ERROR, UserError
+from olmo_core_jax.hardware.topology import Topology
 from olmo_core_jax.jobs import train
 from olmo_core_jax.jobs.common import Context, _parser
 from olmo_core_jax.results import digest_of, read_result
 from olmo_core_jax.signals import StopRequest
-from olmo_core_jax.topology import Topology
 
 
 @pytest.fixture

@@ -25,7 +25,7 @@ def test_launch_profiles_are_valid(path):
 
 
 def test_queues_cover_what_the_profiles_ask_for():
-    from olmo_core_jax.launch.quota import free_of, needs
+    from olmo_core_jax.launch.gke.quota import free_of, needs
 
     documents = [
         d for p in (INFRA / "k8s").glob("*.yaml") for d in yaml.safe_load_all(p.read_text()) if d

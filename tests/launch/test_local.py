@@ -10,10 +10,10 @@ import time
 import pytest
 
 from olmo_core_jax import errors
+from olmo_core_jax.hardware.topology import Topology
 from olmo_core_jax.launch import local
 from olmo_core_jax.launch.job import Job, JobFailed
 from olmo_core_jax.launch.profile import Profile, load_profile
-from olmo_core_jax.topology import Topology
 
 # Stands in for a job: `--plan 42,1,0` ends its first start with 42, the second with 1, the third well.
 STAND_IN = textwrap.dedent(

@@ -14,8 +14,9 @@ from fake_kube.lab import Lab, run_standin
 from olmo_core_jax import cli
 from olmo_core_jax import jobs as job_modules
 from olmo_core_jax.errors import CRASH, USER_ERROR, UserError
-from olmo_core_jax.launch import commands, gke
+from olmo_core_jax.launch import commands
 from olmo_core_jax.launch import job as jobs
+from olmo_core_jax.launch.gke import watch
 from olmo_core_jax.launch.profile import load_profile
 
 pytest.importorskip("kubernetes")
@@ -65,7 +66,7 @@ def write_kubeconfig(path: Path, server: str) -> None:
 def shell(tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("KUBECONFIG", str(tmp_path / "kubeconfig"))
     monkeypatch.delenv("OLMO_LAUNCH", raising=False)
-    monkeypatch.setattr(gke, "CONFIRM_SECONDS", 0.02)
+    monkeypatch.setattr(watch, "CONFIRM_SECONDS", 0.02)
     with Lab(tmp_path, translate=lambda command: run_standin(command) + TRAINER) as lab:
         write_kubeconfig(tmp_path / "kubeconfig", lab.api.url)
         section = lab.profile.gke.model_dump(exclude_unset=True)
@@ -135,7 +136,7 @@ def test_a_replay_that_a_flow_started_is_seen_and_cancelled_by_hand(shell):
     lab = shell.lab
     lab.cluster.held = True
     flows = jobs.replay("laptop", lab.root, "stage1/380:20")
-    gke.Launcher(flows, load_profile(str(shell.profile))).submit()
+    watch.Launcher(flows, load_profile(str(shell.profile))).submit()
     lab.until(lambda: lab.cluster.workload())
     code, out, _ = shell("render", stage=flows.folder)
     assert code == 0 and "--window=stage1/380:20" in out
@@ -191,7 +192,7 @@ def test_without_credentials(shell, tmp_path):
 def test_a_cluster_that_does_not_answer(shell, tmp_path):
     """By hand nobody waits for hours; the profile's own patience is for watches."""
     shell.patch.setattr(commands, "HAND_SECONDS", 0.2)
-    shell.patch.setattr("olmo_core_jax.launch.kube.FIRST_DELAY", 0.1)
+    shell.patch.setattr("olmo_core_jax.launch.gke.api.FIRST_DELAY", 0.1)
     write_kubeconfig(tmp_path / "kubeconfig", "http://127.0.0.1:9")
     for verb in ("submit", "status", "cancel"):
         code, out, err = shell(verb)

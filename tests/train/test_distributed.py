@@ -6,7 +6,7 @@ import time
 import pytest
 
 from olmo_core_jax.errors import CRASH, JobError, UserError
-from olmo_core_jax.topology import Distributed, Topology
+from olmo_core_jax.hardware.topology import Distributed, Topology
 from olmo_core_jax.train import distributed
 
 

@@ -6,8 +6,8 @@ from processes import run_python
 
 from olmo_core_jax import recipes
 from olmo_core_jax.errors import UserError
+from olmo_core_jax.hardware.topology import Mesh, Topology
 from olmo_core_jax.recipes import schema
-from olmo_core_jax.topology import Mesh, Topology
 from olmo_core_jax.train import mesh as meshes
 
 LAYOUT = """

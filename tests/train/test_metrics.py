@@ -5,8 +5,8 @@ import pytest
 
 from olmo_core_jax import recipes
 from olmo_core_jax.errors import UserError
+from olmo_core_jax.hardware.flops import training_flops
 from olmo_core_jax.recipes import schema
-from olmo_core_jax.train.flops import training_flops
 from olmo_core_jax.train.metrics import Meter, Update
 from olmo_core_jax.train.run_log import LineLog, MetricsWriter
 

@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 
 from olmo_core_jax.data.batch import Batch
+from olmo_core_jax.hardware.topology import Topology
 from olmo_core_jax.optim.schedules import learning_rate
 from olmo_core_jax.recipes import load_recipe
-from olmo_core_jax.topology import Topology
 from olmo_core_jax.train.step import init_state, make_train_step
 
 safetensors = pytest.importorskip("safetensors.numpy")

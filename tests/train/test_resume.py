@@ -11,9 +11,9 @@ import pytest
 import tiny
 import yaml
 
+from olmo_core_jax.checkpoint.store import CheckpointStore
 from olmo_core_jax.errors import Diverged, Preempted, UserError
 from olmo_core_jax.jobs import train as jobs_train
-from olmo_core_jax.train.checkpoint import CheckpointStore
 from olmo_core_jax.train.run_log import MetricsWriter
 
 UPDATES = 30

@@ -8,9 +8,9 @@ import tiny
 import yaml
 
 from olmo_core_jax import recipes
+from olmo_core_jax.checkpoint.store import CheckpointStore
 from olmo_core_jax.errors import UserError
 from olmo_core_jax.optim.schedules import learning_rate
-from olmo_core_jax.train.checkpoint import CheckpointStore
 
 FIRST, SECOND = 20, 12
 

@@ -10,6 +10,7 @@ from helpers import slow_unless, tiny_model
 
 from olmo_core_jax.data.batch import Batch
 from olmo_core_jax.errors import UserError
+from olmo_core_jax.hardware.topology import Topology
 from olmo_core_jax.model.olmo3 import init_params
 from olmo_core_jax.model.remat import POLICIES
 from olmo_core_jax.optim.schedules import learning_rate
@@ -23,7 +24,6 @@ from olmo_core_jax.recipes.schema import (
     Precision,
     Stage,
 )
-from olmo_core_jax.topology import Topology
 from olmo_core_jax.train.step import init_state, make_train_step
 
 MODEL = tiny_model(d_model=32, n_heads=4, mlp_hidden=48, vocab_size=120, padded_vocab_size=128)

@@ -1,0 +1,129 @@
+"""Windows of a reference run that are replayed, and what replaying them costs. Arithmetic only,
+no JAX.
+
+A window is `[STAGE/]N:K`: from the reference's native checkpoint of update N, K updates, up to
+its checkpoint of N + K. `380:20` is `stage1/380:20`.
+"""
+
+import re
+from dataclasses import dataclass
+from itertools import pairwise
+
+from olmo_core_jax.errors import UserError
+from olmo_core_jax.hardware import shapes
+from olmo_core_jax.hardware.flops import training_flops
+from olmo_core_jax.plan import GIB, check_assumptions
+from olmo_core_jax.recipes.schema import Recipe
+
+STATE_BYTES = 12  # a native checkpoint: weights and both moments in fp32
+
+
+@dataclass(frozen=True)
+class Window:
+    """Updates first + 1 to last of a stage."""
+
+    stage: str
+    first: int
+    updates: int
+
+    @property
+    def last(self) -> int:
+        return self.first + self.updates
+
+    @property
+    def name(self) -> str:
+        """As a folder: stage1-380-20."""
+        return f"{self.stage}-{self.first}-{self.updates}"
+
+    def __str__(self) -> str:
+        return f"{self.stage}/{self.first}:{self.updates}"
+
+
+def parse_windows(text: str, recipe: Recipe) -> list[Window]:
+    """The windows of a comma-separated list. Raises UserError that names the one that cannot be."""
+    windows = [_parse(part.strip(), recipe) for part in text.split(",") if part.strip()]
+    if not windows:
+        raise UserError("no window to replay: write [STAGE/]N:K, such as stage1/380:20")
+    return list(dict.fromkeys(windows))
+
+
+def _parse(text: str, recipe: Recipe) -> Window:
+    found = re.fullmatch(r"(?:(\w+)/)?(\d+):(\d+)", text)
+    if found is None:
+        raise UserError(f"window {text!r}: write [STAGE/]N:K, such as stage1/380:20")
+    window = Window(found[1] or recipe.stages()[0], int(found[2]), int(found[3]))
+    end = recipe.stage(window.stage).last_step
+    if not window.updates or window.last > end:
+        raise UserError(f"window {text}: {window.stage} has updates 1 to {end}")
+    return window
+
+
+def all_windows(recipe: Recipe) -> list[Window]:
+    """Every stretch between two neighbouring native checkpoints that a recipe's reference names."""
+    windows = []
+    for name in recipe.stages():
+        reference = recipe.stage(name).reference
+        steps = sorted(reference.native) if reference else []
+        windows += [Window(name, a, b - a) for a, b in pairwise(steps)]
+    return windows
+
+
+@dataclass(frozen=True)
+class WindowPlan:
+    """What a window takes. chip_hours and cost: None without chips, or a price of an hour of one."""
+
+    window: str
+    tokens: int
+    flops: float
+    share: float
+    read_gib: float
+    chip_hours: float | None
+    cost: float | None
+
+
+def price_windows(
+    recipe: Recipe,
+    windows: list[Window],
+    shape: str | None = None,
+    mfu: float = 0.4,
+    price: float | None = None,
+) -> list[WindowPlan]:
+    """A plan for each window. share: of its stage's updates; read_gib: both native checkpoints.
+
+    shape: hardware, such as v5p-256; mfu: assumed; price: of one chip-hour.
+    """
+    check_assumptions(mfu, price)
+    chip = None if shape is None else shapes.shape(shape).chip
+    if shape is not None and chip is None:
+        raise UserError(f"--hardware {shape} has no chip with a known peak rate")
+    plans = []
+    for window in windows:
+        stage = recipe.stage(window.stage)
+        tokens = window.updates * stage.batch_tokens
+        flops = tokens * training_flops(recipe.model, stage.data.sequence_length)
+        hours = flops / (chip.peak_bf16 * mfu) / 3600 if chip else None
+        plans.append(
+            WindowPlan(
+                str(window),
+                tokens,
+                flops,
+                window.updates / stage.last_step,
+                2 * recipe.model.n_params * STATE_BYTES / GIB,
+                hours,
+                None if hours is None or price is None else hours * price,
+            )
+        )
+    return plans
+
+
+def describe_windows(recipe: Recipe, plans: list[WindowPlan]) -> str:
+    """The plans as text."""
+    lines = [f"{recipe.name}: {len(plans)} window(s) to replay"]
+    for p in plans:
+        chips = f", {p.chip_hours:,.2f} chip-hours" if p.chip_hours is not None else ""
+        cost = f", cost {p.cost:,.2f}" if p.cost is not None else ""
+        lines.append(
+            f"  {p.window}: {p.tokens:,} tokens ({p.share:.3g} of the stage), {p.flops:.3e} FLOPs, "
+            f"{p.read_gib:,.2f} GiB of native checkpoints to read{chips}{cost}"
+        )
+    return "\n".join(lines)
