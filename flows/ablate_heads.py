@@ -48,13 +48,10 @@ class AblateHeads(FlowSpec):
     @step
     def train(self):
         """One arm, live on its card."""
-        from olmo_core_jax.launch import job
-
         recipe, root = f"{self.run_root}/{self.input}.yaml", f"{self.run_root}/{self.input}"
         launch.prepare(recipe, root)
-        self.trained = flow_entry.run_stage(
-            job.train(recipe, root, "stage1"), current.card["stage"]
-        )
+        card = current.card["stage"]
+        self.trained = flow_entry.run_stage("stage1_train", recipe, root, card)
         launch.held_out(recipe, root)
         self.next(self.compare)
 

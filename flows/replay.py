@@ -10,6 +10,7 @@ end with its state of N + K.
 from metaflow import FlowSpec, Parameter, card, current, step
 
 from olmo_core_jax.launch import flow_entry
+from olmo_core_jax.stages import replay_folder
 
 
 class Replay(FlowSpec):
@@ -57,21 +58,17 @@ class Replay(FlowSpec):
     @step
     def build_index(self):
         """Every shard is measured once; the order is fixed."""
-        from olmo_core_jax.launch import job
-
-        self.indexed = self._run(job.build_index(self.recipe_file, self.run_root))
+        self.indexed = self._run("build_index")
         self.next(self.window, foreach="chosen")
 
     @card(type="blank", id="stage", refresh_interval=1)
     @step
     def window(self):
         """One window: the trainer's own step on the reference's own state."""
-        from olmo_core_jax.launch import job
-
         self.replays = self.input
-        self.replayed = self._run(
-            job.replay(self.recipe_file, self.run_root, self.input, self.checkpoints, self.partial)
-        )
+        flags = [f"--checkpoints={self.checkpoints}"] if self.checkpoints else []
+        flags += ["--partial"] if self.partial else []
+        self.replayed = self._run(replay_folder(self.input), *flags)
         self.next(self.join)
 
     @card(type="blank", id="windows")
@@ -93,9 +90,10 @@ class Replay(FlowSpec):
         print(card.window_table(self.figures).markdown())
         flow_entry.require_all_passed(self.figures)
 
-    def _run(self, job) -> dict:
-        """Run one job with its live card."""
-        return flow_entry.run_stage(job, current.card["stage"])
+    def _run(self, folder: str, *flags: str) -> dict:
+        """Run one stage's job with its live card."""
+        card = current.card["stage"]
+        return flow_entry.run_stage(folder, self.recipe_file, self.run_root, card, *flags)
 
 
 if __name__ == "__main__":

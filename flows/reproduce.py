@@ -10,6 +10,7 @@ how it is shown in olmo_core_jax/report; this file only puts them in order.
 from metaflow import FlowSpec, Parameter, card, current, step
 
 from olmo_core_jax.launch import flow_entry
+from olmo_core_jax.stages import landmark_folder
 
 
 class Reproduce(FlowSpec):
@@ -49,67 +50,51 @@ class Reproduce(FlowSpec):
     @step
     def convert_weights(self):
         """The reference's step-0 weights become our checkpoint; their logits must agree."""
-        from olmo_core_jax.launch import job
-
-        self.converted = self._run(job.convert_weights(self.recipe_file, self.run_root))
+        self.converted = self._run("convert_weights")
         self.next(self.build_index)
 
     @card(type="blank", id="stage", refresh_interval=1)
     @step
     def build_index(self):
         """Every shard is measured once; the order of both stages is fixed."""
-        from olmo_core_jax.launch import job
-
-        self.indexed = self._run(job.build_index(self.recipe_file, self.run_root))
+        self.indexed = self._run("build_index")
         self.next(self.stage1_train)
 
     @card(type="blank", id="stage", refresh_interval=1)
     @step
     def stage1_train(self):
         """Pre-training, live on the card against the reference's own curve."""
-        from olmo_core_jax.launch import job
-
-        self.stage1 = self._run(job.train(self.recipe_file, self.run_root, "stage1"))
+        self.stage1 = self._run("stage1_train")
         self.next(self.eval_landmarks, foreach="landmarks")
 
     @card(type="blank", id="stage", refresh_interval=1)
     @step
     def eval_landmarks(self):
         """One landmark: held-out loss, next-token KL and benchmark tasks, ours and the reference's."""
-        from olmo_core_jax.launch import job
-
-        self.landmark = self._run(
-            job.evaluate_landmark(self.recipe_file, self.run_root, self.input)
-        )
+        self.landmark = self._run(landmark_folder(self.input))
         self.next(self.warm_adam)
 
     @card(type="blank", id="stage", refresh_interval=1)
     @step
     def warm_adam(self, inputs):
         """Stage 2 starts from stage 1's weights, both moments and Adam count, and from nothing else."""
-        from olmo_core_jax.launch import job
-
         self.evaluated = [task.landmark for task in inputs]
         self.merge_artifacts(inputs, exclude=["landmark"])
-        self.warm = self._run(job.warm_adam(self.recipe_file, self.run_root))
+        self.warm = self._run("warm_adam")
         self.next(self.stage2_train)
 
     @card(type="blank", id="stage", refresh_interval=1)
     @step
     def stage2_train(self):
         """The anneal: the same trainer, the recipe's other section."""
-        from olmo_core_jax.launch import job
-
-        self.stage2 = self._run(job.train(self.recipe_file, self.run_root, "stage2"))
+        self.stage2 = self._run("stage2_train")
         self.next(self.final_eval)
 
     @card(type="blank", id="stage", refresh_interval=1)
     @step
     def final_eval(self):
         """Everything side by side: report.html, and a verdict for every check."""
-        from olmo_core_jax.launch import job
-
-        self.final = self._run(job.final_eval(self.recipe_file, self.run_root))
+        self.final = self._run("final_eval")
         self.next(self.end)
 
     @step
@@ -121,9 +106,9 @@ class Reproduce(FlowSpec):
         print(f"{figures['checks passed']:.0f} of {figures['checks']:.0f} checks hold")
         print(f"report: {html.page_uri(self.run_root)}")
 
-    def _run(self, job) -> dict:
-        """Run one job with its live card; its small artifact holds URIs and the leading figures."""
-        return flow_entry.run_stage(job, current.card["stage"])
+    def _run(self, folder: str) -> dict:
+        """Run one stage's job with its live card; its small artifact holds URIs and the leading figures."""
+        return flow_entry.run_stage(folder, self.recipe_file, self.run_root, current.card["stage"])
 
 
 if __name__ == "__main__":

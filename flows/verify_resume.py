@@ -2,7 +2,8 @@
 
     python flows/verify_resume.py run --recipe laptop --updates 30 --interrupt 7:term,13:kill,20:save
 
-The profile that OLMO_LAUNCH names says where both run. Interruptions are real signals: see train/interruption.py.
+The profile that OLMO_LAUNCH names says where both run. Interruptions are real signals:
+see olmo_core_jax/experiments/resume/plan.py.
 """
 
 from metaflow import FlowSpec, Parameter, card, current, step
@@ -45,14 +46,11 @@ class VerifyResume(FlowSpec):
     @step
     def train(self):
         """Weights, index and training; only the second run is interrupted."""
-        from olmo_core_jax.launch import job
-
         root = f"{self.run_root}/{self.input}"
-        plan = self.interrupt if self.input == "interrupted" else ""
+        flags = [f"--interrupt={self.interrupt}"] if self.input == "interrupted" else []
         launch.prepare(self.recipe_file, root)
-        self.trained = flow_entry.run_stage(
-            job.train(self.recipe_file, root, "stage1", plan), current.card["stage"]
-        )
+        card = current.card["stage"]
+        self.trained = flow_entry.run_stage("stage1_train", self.recipe_file, root, card, *flags)
         self.next(self.compare)
 
     @card(type="blank", id="paired")

@@ -9,16 +9,6 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from olmo_core_jax import storage
 from olmo_core_jax.errors import UserError
 
-STAGES = (
-    "convert_weights",
-    "build_index",
-    "stage1_train",
-    "eval_landmarks",
-    "warm_adam",
-    "stage2_train",
-    "final_eval",
-)
-
 
 class StageResult(BaseModel):
     """What a finished stage hands on.

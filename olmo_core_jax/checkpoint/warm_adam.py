@@ -19,6 +19,7 @@ from olmo_core_jax.checkpoint.names import leaves
 from olmo_core_jax.errors import UserError
 from olmo_core_jax.optim.schedules import learning_rate
 from olmo_core_jax.recipes.schema import Recipe, Stage
+from olmo_core_jax.stages import train_folder
 
 TAKEN, RESET, RECIPE = "taken", "reset", "from recipe"
 UNKNOWN = "not in the checkpoint"
@@ -229,7 +230,7 @@ def table_json(rows: list[Row]) -> list[dict[str, str]]:
 
 def last_checkpoint(run_root: str, stage: str, step: int) -> str:
     """Path of the checkpoint that a finished stage left. Raises UserError where it is missing."""
-    path = storage.join(run_root, f"{stage}_train", "checkpoints", str(step))
+    path = storage.join(run_root, train_folder(stage), "checkpoints", str(step))
     if not storage.exists(storage.join(path, "meta", "metadata")):
         raise UserError(f"{path} is not there: run {stage} to its end first")
     return path

@@ -11,6 +11,7 @@ from olmo_core_jax import results
 from olmo_core_jax.cli import checkpoints, data
 from olmo_core_jax.errors import JobError
 from olmo_core_jax.launch import commands
+from olmo_core_jax.stages import STAGES, Stage
 
 app = typer.Typer(
     no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help=__doc__
@@ -18,31 +19,23 @@ app = typer.Typer(
 RecipeName = Annotated[str, typer.Option(help="name of a shipped recipe, or a YAML file")]
 StageName = Annotated[str, typer.Option(help="stage1 or stage2")]
 
-JOBS = {
-    "convert-weights": "HF weights into our checkpoint, with a parity check.",
-    "build-index": "Mixes into an index and the exact data order.",
-    "train": "One training stage.",
-    "evaluate": "A landmark, or the final comparison.",
-    "warm-adam": "Stage 2's start from stage 1's end.",
-    "replay": "One window of a reference run, from its own checkpoints.",
-}
 
-
-def _add_job(verb: str, text: str) -> None:
+def _add_job(stage: Stage, text: str) -> None:
     """A job takes its own arguments (`olmo-jax train --help` shows them): the same as python -m."""
 
     def run(context: typer.Context) -> None:
-        module = importlib.import_module(f"olmo_core_jax.jobs.{verb.replace('-', '_')}")
+        module = importlib.import_module(f"olmo_core_jax.{stage.module}")
         from olmo_core_jax.jobs import common
 
         common.leave(common.main(module.JOB, context.args))
 
     settings = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
-    app.command(verb, help=text, context_settings=settings)(run)
+    app.command(stage.verb, help=text, context_settings=settings)(run)
 
 
-for _verb, _text in JOBS.items():
-    _add_job(_verb, _text)
+_JOBS = {stage.verb: stage for stage in STAGES.values()}
+for _verb, _stage in _JOBS.items():
+    _add_job(_stage, " ".join(dict.fromkeys(s.text for s in STAGES.values() if s.verb == _verb)))
 
 commands.register(app)
 app.add_typer(data.app, name="data")

@@ -7,6 +7,7 @@ from olmo_core_jax import storage
 from olmo_core_jax.compare import curves
 from olmo_core_jax.compare.curves import Gap, Metrics, Rows
 from olmo_core_jax.recipes.schema import Recipe, Reference
+from olmo_core_jax.stages import train_folder
 
 RELATIVE = {curves.CE: False, curves.Z: False, curves.GRAD_NORM: True, curves.LR: True}
 """Metrics that are compared, and whether relative to the reference."""
@@ -113,7 +114,7 @@ def read_stage(recipe: Recipe, run_root: str, name: str) -> StageComparison | No
     stage = getattr(recipe, name)
     if stage is None or stage.reference is None:
         return None
-    folder = f"{name}_train"
+    folder = train_folder(name)
     metrics = curves.read_metrics(storage.join(run_root, folder, "metrics", "metrics.jsonl"))
     comparison = from_reference(name, metrics, stage.reference, stage.last_step)
     comparison.batches, comparison.rewritten_batches = curves.read_instances(

@@ -17,6 +17,7 @@ from olmo_core_jax.data.instance_log import Line, digest, read_lines
 from olmo_core_jax.data.order import Order
 from olmo_core_jax.data.stage_data import open_stage_data
 from olmo_core_jax.recipes import schema
+from olmo_core_jax.stages import train_folder
 
 SHOWN = 5
 AT_ONCE = 4096
@@ -81,7 +82,7 @@ def audit(run_root: str) -> list[Audit]:
 
 
 def log_uri(run_root: str, stage: str) -> str:
-    return storage.join(run_root, f"{stage}_train", "instances.jsonl")
+    return storage.join(run_root, train_folder(stage), "instances.jsonl")
 
 
 def audit_stage(run_root: str, stage: str, section: schema.Stage) -> Audit:

@@ -7,7 +7,7 @@ what is under the run root, by the flow or by `olmo-jax report`.
 import argparse
 import logging
 
-from olmo_core_jax import storage
+from olmo_core_jax import stages, storage
 from olmo_core_jax.compare import checks
 from olmo_core_jax.compare.stage import read_stage
 from olmo_core_jax.errors import UserError
@@ -23,8 +23,6 @@ from olmo_core_jax.results import (
 
 log = logging.getLogger("olmo")
 
-FINAL, LANDMARKS = "final_eval", "eval_landmarks"
-
 
 def flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--stage", choices=TRAINING_STAGES, default="stage1")
@@ -35,8 +33,8 @@ def flags(parser: argparse.ArgumentParser) -> None:
 
 def folder(args: argparse.Namespace) -> str:
     if args.final:
-        return FINAL
-    return f"{LANDMARKS}/{'' if args.stage == 'stage1' else f'{args.stage}-'}{args.step}"
+        return stages.FINAL
+    return stages.landmark_folder(args.step, args.stage)
 
 
 def inputs(context: Context) -> dict[str, str]:
@@ -110,14 +108,13 @@ def _final(context: Context, evaluator) -> Outcome:
 
 
 def _landmark_figures(context: Context) -> list[dict[str, float]]:
-    results = (
-        read_result(context.run_root, f"{LANDMARKS}/{step}") for step in context.recipe.landmarks()
-    )
+    folders = (stages.landmark_folder(step) for step in context.recipe.landmarks())
+    results = (read_result(context.run_root, folder) for folder in folders)
     return [r.figures for r in results if r is not None]
 
 
 def _checkpoints(context: Context, stage: str) -> str:
-    return context.upstream(f"{stage}_train", "checkpoints")
+    return context.upstream(stages.train_folder(stage), "checkpoints")
 
 
 def _checkpoint(context: Context, stage: str, step: int) -> str:
@@ -130,7 +127,7 @@ def _checkpoint_digest(context: Context, stage: str, step: int) -> str:
     try:
         return arrays_digest(where)
     except FileNotFoundError:
-        require_result(context.run_root, f"{stage}_train")  # says that the stage has to run first
+        require_result(context.run_root, stages.train_folder(stage))  # it has to run first
         raise UserError(f"there is no checkpoint {_checkpoint(context, stage, step)}") from None
 
 

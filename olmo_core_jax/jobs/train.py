@@ -7,7 +7,7 @@ import os
 import time
 from contextlib import closing
 
-from olmo_core_jax import storage
+from olmo_core_jax import stages, storage
 from olmo_core_jax.errors import Preempted
 from olmo_core_jax.experiments.resume import plan as interruptions
 from olmo_core_jax.jobs.common import Context, Job, Outcome, leave, main
@@ -15,9 +15,6 @@ from olmo_core_jax.recipes.schema import TRAINING_STAGES, Stage
 from olmo_core_jax.results import arrays_digest, digest_of
 
 log = logging.getLogger("olmo")
-
-UPSTREAM = {"stage1": "convert_weights", "stage2": "warm_adam"}
-"""The stage whose checkpoint 0 a training stage begins with."""
 
 
 def flags(parser: argparse.ArgumentParser) -> None:
@@ -43,7 +40,7 @@ def _plan_of_interruptions(text: str) -> str:
 
 
 def folder(args: argparse.Namespace) -> str:
-    return f"{args.stage}_train"
+    return stages.train_folder(args.stage)
 
 
 def inputs(context: Context) -> dict[str, str]:
@@ -51,7 +48,7 @@ def inputs(context: Context) -> dict[str, str]:
     from olmo_core_jax.data.stage_data import open_stage_data
 
     stage = context.args.stage
-    index, _ = open_stage_data(context.upstream("build_index", stage), context.recipe.stage(stage))
+    index, _ = open_stage_data(context.upstream(stages.INDEX, stage), context.recipe.stage(stage))
     return {"data": index.fingerprint, "start": _start_digest(context)}
 
 
@@ -88,9 +85,9 @@ def _trainer(context: Context, open_things: contextlib.ExitStack):
     grid = mesh.make_mesh(topology.mesh)
     plan = mesh.plan_batch(section, topology, grid)
     log.info("mesh %s; %s", dict(grid.shape), plan)
-    index, order = open_stage_data(context.upstream("build_index", stage), section)
+    index, order = open_stage_data(context.upstream(stages.INDEX, stage), section)
     store = open_things.enter_context(closing(_store(context, section)))
-    upstream = context.upstream(UPSTREAM[stage], "checkpoints")
+    upstream = context.upstream(_first_state(stage), "checkpoints")
     start = resume.starting_state(
         recipe, stage, (index, order), grid, store, upstream, context.args.accept_other_data
     )
@@ -215,9 +212,15 @@ def _outcome(context: Context, trainer, seconds: float) -> Outcome:
     )
 
 
+def _first_state(stage: str) -> str:
+    """The folder of the stage whose checkpoint 0 a training stage begins with."""
+    return stages.stage_of(stages.train_folder(stage)).upstream[0]
+
+
 def _start_digest(context: Context) -> str:
     """Checksums of the arrays that the stage begins with, or the seed of our own initialisation."""
-    meta = context.upstream(UPSTREAM[context.args.stage], "checkpoints", "0", "meta", "metadata")
+    start = _first_state(context.args.stage)
+    meta = context.upstream(start, "checkpoints", "0", "meta", "metadata")
     try:
         return arrays_digest(meta)
     except FileNotFoundError:

@@ -1,15 +1,11 @@
 """`olmo-jax` verbs for one stage on a cluster by hand: the same code as the flow's."""
 
-import re
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from olmo_core_jax import results
 from olmo_core_jax.errors import UserError
-
-if TYPE_CHECKING:
-    from olmo_core_jax.launch.job import Job
 
 HAND_SECONDS = 60.0
 """How long a person waits for an API that does not answer; a watch waits as long as the profile says."""
@@ -32,35 +28,11 @@ def register(app: typer.Typer) -> None:
     app.command(name="resume-until-done")(resume_until_done)
 
 
-def job_of(stage: str, recipe: str, run_root: str) -> "Job":
-    """The job of a stage folder; a replay as it is without --checkpoints and --partial. Raises UserError
-    that lists the stages."""
-    from olmo_core_jax.launch import job as jobs
-
-    name, _, rest = stage.partition("/")
-    if name == "eval_landmarks" and rest.isdigit():
-        return jobs.evaluate_landmark(recipe, run_root, int(rest))
-    if window := re.fullmatch(r"replay/(\w+)-(\d+)-(\d+)", stage):
-        return jobs.replay(recipe, run_root, f"{window[1]}/{window[2]}:{window[3]}")
-    makers = {
-        "convert_weights": jobs.convert_weights,
-        "build_index": jobs.build_index,
-        "stage1_train": lambda r, u: jobs.train(r, u, "stage1"),
-        "warm_adam": jobs.warm_adam,
-        "stage2_train": lambda r, u: jobs.train(r, u, "stage2"),
-        "final_eval": jobs.final_eval,
-    }
-    if stage not in makers:
-        raise UserError(
-            f"unknown stage {stage!r}: one of {', '.join(makers)}, eval_landmarks/STEP, replay/STAGE-N-K"
-        )
-    return makers[stage](recipe, run_root)
-
-
 def _launcher(
     recipe: str, run_root: str, stage: str, profile: str | None, patience: float | None = None
 ):
     from olmo_core_jax.launch.gke.watch import Launcher
+    from olmo_core_jax.launch.job import job_of
     from olmo_core_jax.launch.profile import load_profile
 
     return Launcher(job_of(stage, recipe, run_root), load_profile(profile), patience=patience)
@@ -72,6 +44,7 @@ def render(recipe: Recipe, run_root: RunRoot, stage: Stage, profile: ProfileFile
     from olmo_core_jax.launch.gke.manifest import render as manifest_of
     from olmo_core_jax.launch.gke.manifest import to_yaml
     from olmo_core_jax.launch.gke.visible import as_pods_see
+    from olmo_core_jax.launch.job import job_of
     from olmo_core_jax.launch.profile import load_profile
 
     chosen, job = load_profile(profile), job_of(stage, recipe, run_root)
@@ -125,6 +98,7 @@ def resume_until_done(
 def preflight(recipe: Recipe, run_root: RunRoot, stage: Stage, profile: ProfileFile = None) -> None:
     """Look at everything that a submission needs; exit code 0 only if all of it is there."""
     from olmo_core_jax.launch.gke import preflight as rows
+    from olmo_core_jax.launch.job import job_of
     from olmo_core_jax.launch.profile import load_profile
 
     chosen, job = load_profile(profile), job_of(stage, recipe, run_root)

@@ -92,17 +92,22 @@ def require_all_passed(figures: dict[str, dict]) -> None:
     require(not failed, f"not the same run: {', '.join(failed)}")
 
 
-def run_stage(job, card) -> dict:
-    """Runs a job on the profile that OLMO_LAUNCH names *now*; keeps its card live. Raises StageError."""
-    from olmo_core_jax.launch import job as jobs
+def run_stage(folder: str, recipe: str, run_root: str, card, *flags: str) -> dict:
+    """Runs a stage's job on the profile that OLMO_LAUNCH names *now*; keeps its card live. Raises StageError.
+
+    flags: of the job, beside those of its stage.
+    """
     from olmo_core_jax.launch import local
+    from olmo_core_jax.launch.job import job_of
     from olmo_core_jax.launch.profile import load_profile
+    from olmo_core_jax.launch.run import run
     from olmo_core_jax.report import cards
 
     local.die_with_parent()  # a killed flow takes its tasks along, and they their jobs
-    live = cards.stage_card(card, job.run_root, job.folder)
+    job = job_of(folder, recipe, run_root, *flags)
+    live = cards.stage_card(card, run_root, folder)
     try:
-        result = jobs.run(job, load_profile(), live.refresh)
+        result = run(job, load_profile(), live.refresh)
     except JobError as e:
         live.failed(str(e))
         raise StageError(str(e)) from None
@@ -111,13 +116,14 @@ def run_stage(job, card) -> dict:
 
 
 @foreseen()
-def run_quietly(*jobs) -> None:
-    """Runs jobs one after the other, without a card. Raises StageError."""
-    from olmo_core_jax.launch import job
+def run_quietly(recipe: str, run_root: str, *folders: str) -> None:
+    """Runs stages one after the other, without a card. Raises StageError."""
+    from olmo_core_jax.launch.job import job_of
     from olmo_core_jax.launch.profile import load_profile
+    from olmo_core_jax.launch.run import run
 
-    for each in jobs:
-        job.run(each, load_profile())
+    for folder in folders:
+        run(job_of(folder, recipe, run_root), load_profile())
 
 
 def require(holds: bool, verdict: str) -> None:

@@ -1,12 +1,11 @@
-"""One stage as a job: its command, and running it to its result on whatever the launch profile names."""
+"""One stage as a job: what is started to run it."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from olmo_core_jax import stages
 from olmo_core_jax.errors import JobError
 from olmo_core_jax.hardware.topology import Topology
-from olmo_core_jax.launch.profile import Profile
-from olmo_core_jax.results import StageResult
 
 Tick = Callable[[], None]
 """Called every few seconds while a job runs: for cards."""
@@ -14,19 +13,23 @@ Tick = Callable[[], None]
 
 @dataclass(frozen=True)
 class Job:
-    """module: file under olmo_core_jax/jobs; folder: what it writes under the run root; flags: its own."""
+    """module: under olmo_core_jax; folder: what it writes under the run root; flags: its own.
+
+    distributed: may several processes share it?
+    """
 
     module: str
     folder: str
     recipe: str
     run_root: str
     flags: tuple[str, ...] = ()
+    distributed: bool = False
 
     def arguments(self, topology: Topology) -> list[str]:
         """Everything after `python`: the same line that a person would type."""
         return [
             "-m",
-            f"olmo_core_jax.jobs.{self.module}",
+            f"olmo_core_jax.{self.module}",
             f"--recipe={self.recipe}",
             f"--run-root={self.run_root}",
             *self.flags,
@@ -42,50 +45,10 @@ class JobFailed(JobError):
         self.exit_code = exit_code
 
 
-def convert_weights(recipe: str, run_root: str) -> Job:
-    return Job("convert_weights", "convert_weights", recipe, run_root)
+def job_of(folder: str, recipe: str, run_root: str, *flags: str) -> Job:
+    """The job that writes a stage folder (`stage1_train`, `eval_landmarks/100`); flags: more of its own.
 
-
-def build_index(recipe: str, run_root: str) -> Job:
-    return Job("build_index", "build_index", recipe, run_root)
-
-
-def train(recipe: str, run_root: str, stage: str, interrupt: str = "") -> Job:
-    """interrupt: updates at which attempts are ended, to prove that a resume is exact."""
-    flags = (f"--stage={stage}", *([f"--interrupt={interrupt}"] if interrupt else []))
-    return Job("train", f"{stage}_train", recipe, run_root, flags)
-
-
-def evaluate_landmark(recipe: str, run_root: str, step: int) -> Job:
-    return Job(
-        "evaluate", f"eval_landmarks/{step}", recipe, run_root, ("--stage=stage1", f"--step={step}")
-    )
-
-
-def warm_adam(recipe: str, run_root: str) -> Job:
-    return Job("warm_adam", "warm_adam", recipe, run_root)
-
-
-def final_eval(recipe: str, run_root: str) -> Job:
-    return Job("evaluate", "final_eval", recipe, run_root, ("--final",))
-
-
-def replay(
-    recipe: str, run_root: str, window: str, checkpoints: str = "", partial: bool = False
-) -> Job:
-    """window: STAGE/N:K; checkpoints: where the reference's step folders are, if not where the recipe says."""
-    folder = window.replace("/", "-").replace(":", "-")
-    flags = (f"--window={window}", *([f"--checkpoints={checkpoints}"] if checkpoints else []))
-    flags = (*flags, "--partial") if partial else flags
-    return Job("replay", f"replay/{folder}", recipe, run_root, flags)
-
-
-def run(job: Job, profile: Profile, tick: Tick = lambda: None) -> StageResult:
-    """Runs a job to its end and returns its validated result. Raises JobError for every other ending."""
-    if profile.backend == "local":
-        from olmo_core_jax.launch import local
-
-        return local.run(job, profile, tick)
-    from olmo_core_jax.launch.gke import watch
-
-    return watch.run(job, profile, tick)
+    Raises UserError that lists the stages.
+    """
+    stage, own = stages.stage_of(folder), stages.flags_of(folder)
+    return Job(stage.module, folder, recipe, run_root, (*own, *flags), stage.distributed)

@@ -17,12 +17,7 @@ from olmo_core_jax.report import html, tables, vega
 from olmo_core_jax.report.run import read_run
 from olmo_core_jax.report.training_card import Training, gap_chart, overlay
 from olmo_core_jax.results import StageResult, read_result
-
-WHAT = {
-    "convert_weights": "The reference's step-0 weights, converted; their logits compared with its.",
-    "build_index": "Every token file indexed, and the order of the instances computed.",
-    "warm_adam": "Stage 1's end made the start of stage 2: what goes on, and what begins again.",
-}
+from olmo_core_jax.stages import FINAL, LANDMARKS, stage_of
 
 PAUSE = 20
 """A card rests this many times as long as it took to draw."""
@@ -41,9 +36,9 @@ def view_of(recipe: Recipe, folder: str) -> View:
     """The view of a stage folder (`stage1_train`, `eval_landmarks/100`, `final_eval`, ...)."""
     if folder.endswith("_train"):
         return Training(recipe, folder.removesuffix("_train"))
-    if folder.startswith("eval_landmarks"):
+    if folder.startswith(LANDMARKS):
         return Landmark(folder)
-    return Final(recipe) if folder == "final_eval" else Plain(folder)
+    return Final(recipe) if folder == FINAL else Plain(folder)
 
 
 def stage_card(card, run_root: str, folder: str) -> "StageCard":
@@ -89,7 +84,7 @@ class StageCard:
         """The stage has its result; after the last stage the report page is written too."""
         self._draw()
         self._note.update(f"Finished in {tables.seconds(result.seconds)}.")
-        if self.folder == "final_eval":
+        if self.folder == FINAL:
             page = html.write(self.run_root)
             self._note.update(f"The whole comparison on one page: `{page}`")
         self._card.refresh()
@@ -113,7 +108,7 @@ class Plain:
         from metaflow.cards import Markdown
 
         self.folder = folder
-        title = f"# {folder.replace('_', ' ')}\n\n{WHAT.get(folder, '')}"
+        title = f"# {folder.replace('_', ' ')}\n\n{stage_of(folder).text}"
         self._body = Markdown("running …")
         self.components = [Markdown(title), self._body]
 

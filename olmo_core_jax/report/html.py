@@ -7,8 +7,9 @@ from olmo_core_jax.compare import checks
 from olmo_core_jax.compare.stage import EARLY, StageComparison
 from olmo_core_jax.report import tables
 from olmo_core_jax.report.charts import SCRIPT, stage_figure
-from olmo_core_jax.report.run import FINAL, Run, read_run
+from olmo_core_jax.report.run import Run, read_run
 from olmo_core_jax.report.style import CSS
+from olmo_core_jax.stages import FINAL
 
 TITLES = {"stage1": "Stage 1: pre-training", "stage2": "Stage 2: mid-training"}
 

@@ -7,10 +7,8 @@ from olmo_core_jax import recipes
 from olmo_core_jax.compare import checks
 from olmo_core_jax.compare.stage import StageComparison, read_stage
 from olmo_core_jax.recipes import Recipe
-from olmo_core_jax.results import STAGES, StageResult, read_result
-
-FINAL = "final_eval"
-LANDMARKS = "eval_landmarks"
+from olmo_core_jax.results import StageResult, read_result
+from olmo_core_jax.stages import FINAL, PIPELINE, landmark_folder
 
 
 @dataclass
@@ -44,7 +42,7 @@ class Run:
     @property
     def versions(self) -> dict[str, str]:
         """Of the stage that ran last."""
-        known = [self.results[s].versions for s in STAGES if s in self.results]
+        known = [self.results[s.name].versions for s in PIPELINE if s.name in self.results]
         return known[-1] if known else {}
 
 
@@ -52,10 +50,10 @@ def read_run(run_root: str) -> Run:
     """Raises UserError where the folder holds no run."""
     recipe = recipes.recipe_of_run(run_root)
     run = Run(run_root, recipe)
-    found = {name: read_result(run_root, name) for name in STAGES}
+    found = {stage.name: read_result(run_root, stage.name) for stage in PIPELINE}
     run.results = {name: result for name, result in found.items() if result}
     for step in recipe.landmarks():
-        result = read_result(run_root, f"{LANDMARKS}/{step}")
+        result = read_result(run_root, landmark_folder(step))
         if result:
             run.landmarks[step] = result
     for name in ("stage1", "stage2"):

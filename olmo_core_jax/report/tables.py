@@ -9,7 +9,7 @@ from olmo_core_jax.compare.checks import Verdict
 from olmo_core_jax.compare.curves import TPS
 from olmo_core_jax.report.run import Run
 from olmo_core_jax.report.svg import short
-from olmo_core_jax.results import STAGES
+from olmo_core_jax.stages import LANDMARKS, PIPELINE
 
 MARKS = {"pass": "✓ pass", "FAIL": "✗ **FAIL**", "not measured": "… not measured"}
 
@@ -155,9 +155,9 @@ def _four(value: float | None) -> str:
 def timing_table(run: Run) -> Table:
     """Seconds of each finished stage, and the trainers' speed."""
     rows = []
-    for name in STAGES:
+    for name in (stage.name for stage in PIPELINE):
         results = [run.results[name]] if name in run.results else []
-        if name == "eval_landmarks":
+        if name == LANDMARKS:
             results = list(run.landmarks.values())
         took = sum(r.seconds for r in results) if results else None
         rows.append([name.replace("_", " "), seconds(took), _speed(run, name)])

@@ -6,6 +6,7 @@ from olmo_core_jax.compare.curves import MetricsReader
 from olmo_core_jax.compare.stage import StageComparison, from_reference
 from olmo_core_jax.recipes import Recipe
 from olmo_core_jax.report import segments, tables, vega
+from olmo_core_jax.stages import train_folder
 
 
 class Training:
@@ -29,7 +30,7 @@ class Training:
         self.components = [title, self._progress, self._status, self._segments, *charts]
 
     def update(self, run_root: str) -> None:
-        uri = storage.join(run_root, f"{self.stage}_train", "metrics", "metrics.jsonl")
+        uri = storage.join(run_root, train_folder(self.stage), "metrics", "metrics.jsonl")
         if self._reader is None or self._reader.uri != uri:
             self._reader, self._comparison = MetricsReader(uri), None
         metrics = self._reader.read()
@@ -38,7 +39,9 @@ class Training:
         c = self._comparison
         self._progress.update(metrics.last_step, metadata=eta(metrics, self.last_step))
         self._status.update(status(c))
-        found = segments.segments(metrics, segments.read_attempts(run_root, f"{self.stage}_train"))
+        found = segments.segments(
+            metrics, segments.read_attempts(run_root, train_folder(self.stage))
+        )
         self._segments.update(segments.table(found).markdown() if found else "")
         for chart, spec in zip(self._charts.values(), self._specs(c), strict=True):
             chart.update(spec)

@@ -1,7 +1,5 @@
 """`olmo-jax` verbs as a person types them: the entry point, a kubeconfig, the loopback cluster; exit codes and words."""
 
-import importlib
-import pkgutil
 import re
 import sys
 from dataclasses import dataclass
@@ -12,11 +10,10 @@ import yaml
 from fake_kube.lab import Lab, run_standin
 
 from olmo_core_jax import cli
-from olmo_core_jax import jobs as job_modules
-from olmo_core_jax.errors import CRASH, USER_ERROR, UserError
+from olmo_core_jax.errors import CRASH, USER_ERROR
 from olmo_core_jax.launch import commands
-from olmo_core_jax.launch import job as jobs
 from olmo_core_jax.launch.gke import watch
+from olmo_core_jax.launch.job import job_of
 from olmo_core_jax.launch.profile import load_profile
 
 pytest.importorskip("kubernetes")
@@ -110,32 +107,10 @@ def test_a_stage_by_hand_from_render_to_logs(shell):
     assert len(lab.leaders()) == 1
 
 
-@pytest.mark.parametrize(
-    "made",
-    [
-        jobs.convert_weights("laptop", "/r"),
-        jobs.train("laptop", "/r", "stage2"),
-        jobs.evaluate_landmark("laptop", "/r", 100),
-        jobs.final_eval("laptop", "/r"),
-        jobs.replay("laptop", "/r", "stage1/380:20"),
-        jobs.replay("laptop", "/r", "stage2/0:120"),
-    ],
-    ids=lambda made: made.folder,
-)
-def test_a_folder_names_the_job_that_a_flow_starts_there(made):
-    assert commands.job_of(made.folder, "laptop", "/r") == made
-
-
-@pytest.mark.parametrize("stage", ["replay", "replay/stage1", "replay/stage1-380", "replay/1-2-x"])
-def test_a_replay_without_a_whole_window_is_unknown(stage):
-    with pytest.raises(UserError, match="replay/STAGE-N-K"):
-        commands.job_of(stage, "laptop", "/r")
-
-
 def test_a_replay_that_a_flow_started_is_seen_and_cancelled_by_hand(shell):
     lab = shell.lab
     lab.cluster.held = True
-    flows = jobs.replay("laptop", lab.root, "stage1/380:20")
+    flows = job_of("replay/stage1-380-20", "laptop", lab.root)
     watch.Launcher(flows, load_profile(str(shell.profile))).submit()
     lab.until(lambda: lab.cluster.workload())
     code, out, _ = shell("render", stage=flows.folder)
@@ -144,13 +119,6 @@ def test_a_replay_that_a_flow_started_is_seen_and_cancelled_by_hand(shell):
     assert code == 0 and out.startswith("queued: in the queue")
     assert shell("submit", stage=flows.folder)[1].startswith(f"{flows.folder}: attached to JobSet")
     assert shell("cancel", stage=flows.folder) == (0, "deleted\n", "")
-
-
-def test_every_job_is_a_verb():
-    """Those that are modules with a JOB, and no others."""
-    names = [m.name for m in pkgutil.iter_modules(job_modules.__path__)]
-    modules = {n: importlib.import_module(f"olmo_core_jax.jobs.{n}") for n in names}
-    assert {n.replace("_", "-") for n, m in modules.items() if hasattr(m, "JOB")} == set(cli.JOBS)
 
 
 def test_a_stage_that_fails_ends_with_its_own_code_and_last_words(shell):

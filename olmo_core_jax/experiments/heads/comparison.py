@@ -8,6 +8,7 @@ from olmo_core_jax.compare import curves
 from olmo_core_jax.compare.curves import Gap, Rows
 from olmo_core_jax.experiments.resume.comparison import checksums
 from olmo_core_jax.results import read_result
+from olmo_core_jax.stages import landmark_folder, train_folder
 
 TAIL = 50
 """Updates at the end whose mean loss is compared; of a short run, its last quarter."""
@@ -50,8 +51,8 @@ class Trained:
 
 def read_arm(run_root: str, name: str, last_step: int) -> Trained:
     """An arm from its run root, stage 1 up to its last update."""
-    folder = storage.join(run_root, "stage1_train")
-    evaluated = read_result(run_root, f"eval_landmarks/{last_step}")
+    folder = storage.join(run_root, train_folder("stage1"))
+    evaluated = read_result(run_root, landmark_folder(last_step))
     figures = evaluated.figures if evaluated else {}
     head, tail = "heldout/", "/CE loss"
     return Trained(

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from olmo_core_jax.errors import UserError
 from olmo_core_jax.launch import flow_entry
 from olmo_core_jax.launch.flow_entry import foreseen, run_quietly
+from olmo_core_jax.stages import landmark_folder
 
 
 @dataclass(frozen=True)
@@ -38,20 +39,17 @@ def two_arms(recipe_name: str, output: str, run_id: str, updates: int) -> Ablati
 
 def prepare(recipe: str, run_root: str) -> None:
     """The first weights and the data order, without a card. Raises StageError."""
-    from olmo_core_jax.launch import job
-
-    run_quietly(job.convert_weights(recipe, run_root), job.build_index(recipe, run_root))
+    run_quietly(recipe, run_root, "convert_weights", "build_index")
 
 
 @foreseen()
 def held_out(recipe: str, run_root: str) -> None:
     """The last checkpoint's held-out loss, where the recipe names held-out text. Raises StageError."""
-    from olmo_core_jax.launch import job
     from olmo_core_jax.recipes import load_recipe
 
     found = load_recipe(recipe)
     if found.evaluation.heldout:
-        run_quietly(job.evaluate_landmark(recipe, run_root, found.stage1.last_step))
+        run_quietly(recipe, run_root, landmark_folder(found.stage1.last_step))
 
 
 def one_at_a_time() -> None:

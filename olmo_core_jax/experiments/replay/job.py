@@ -11,7 +11,7 @@ import logging
 from collections.abc import Callable
 from contextlib import closing
 
-from olmo_core_jax import storage
+from olmo_core_jax import stages, storage
 from olmo_core_jax.errors import UserError
 from olmo_core_jax.experiments.replay.plan import Window, parse_windows
 from olmo_core_jax.jobs.common import Context, Job, Outcome, leave, main
@@ -39,8 +39,7 @@ def flags(parser: argparse.ArgumentParser) -> None:
 
 
 def folder(args: argparse.Namespace) -> str:
-    stage, _, rest = args.window.rpartition("/")
-    return f"replay/{stage or 'stage1'}-{rest.replace(':', '-')}"
+    return stages.replay_folder(args.window)
 
 
 def inputs(context: Context) -> dict[str, str]:
@@ -115,7 +114,7 @@ def _updates(context: Context, window: Window, stage: Stage, grid, state, curve)
     from olmo_core_jax.train import mesh, step
 
     recipe = context.recipe
-    where = context.upstream("build_index", window.stage)
+    where = context.upstream(stages.INDEX, window.stage)
     if process_id(context.topology) == 0 and not storage.exists(storage.join(where, "index.json")):
         build_stage_data(where, recipe, window.stage)
     index, order = open_stage_data(where, stage)

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 from olmo_core_jax import storage
 from olmo_core_jax.compare import curves
+from olmo_core_jax.stages import train_folder
 
 METRICS = (curves.CE, curves.Z, curves.GRAD_NORM, curves.LR, curves.SKIPPED)
 
@@ -36,7 +37,7 @@ class Paired:
 
 def compare_runs(unbroken: str, interrupted: str, stage: str, last_step: int) -> Paired:
     """Compares two run roots' stage up to its last update. NaN equals NaN: it is the same bits."""
-    folders = [storage.join(root, f"{stage}_train") for root in (unbroken, interrupted)]
+    folders = [storage.join(root, train_folder(stage)) for root in (unbroken, interrupted)]
     a, b = (curves.read_metrics(storage.join(f, "metrics", "metrics.jsonl")) for f in folders)
     batches = [curves.read_instances(storage.join(f, "instances.jsonl"))[0] for f in folders]
     sums = [checksums(folder, last_step) for folder in folders]

@@ -35,12 +35,11 @@ def short_plan(
 @foreseen()
 def prepare(recipe_name: str, run_root: str) -> None:
     """The stages before training, without a card. Raises StageError."""
-    from olmo_core_jax.launch import job
     from olmo_core_jax.recipes import load_recipe
 
-    convert = load_recipe(recipe_name).weights.hf is not None
-    jobs = [job.convert_weights(recipe_name, run_root)] if convert else []
-    run_quietly(*jobs, job.build_index(recipe_name, run_root))
+    converted = load_recipe(recipe_name).weights.hf is not None
+    before = ["convert_weights"] if converted else []
+    run_quietly(recipe_name, run_root, *before, "build_index")
 
 
 def require_all_struck(interrupt: str, attempts: int) -> None:

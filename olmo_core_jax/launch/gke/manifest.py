@@ -33,9 +33,6 @@ COORDINATOR_PORT = 8482
 PATIENCE: dict[str, Any] = {"wait_seconds": 900, "heartbeat_seconds": 300}
 """Of processes for each other: images are pulled and nodes repaired at different speeds; a profile may say otherwise."""
 
-DISTRIBUTED = ("train", "evaluate", "replay")
-"""Modules whose processes work as one job; several of any other would write over each other."""
-
 PREEMPTED_CODES = (PREEMPTED, SIGTERM_EXIT)
 
 Manifest = dict[str, Any]
@@ -50,7 +47,7 @@ def render(
     progress, and which checkpoint it starts from.
     """
     gke = profile.gke_of(job.folder)
-    if gke.processes > 1 and job.module not in DISTRIBUTED:
+    if gke.processes > 1 and not job.distributed:  # several would write over each other
         raise UserError(
             f"{job.folder} runs in one process, and {gke.shape} has {gke.processes}: "
             f"give it a shape of one host in the launch profile, under gke_stages.{job.folder.partition('/')[0]}"

@@ -11,7 +11,7 @@ import uuid
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from olmo_core_jax import recipes, storage
+from olmo_core_jax import recipes, stages, storage
 from olmo_core_jax.errors import JobError, UserError
 from olmo_core_jax.launch.gke import api as k8s
 from olmo_core_jax.launch.gke import image as images
@@ -24,6 +24,7 @@ from olmo_core_jax.launch.gke.quota import free_of, needs
 from olmo_core_jax.launch.gke.visible import as_pods_see
 from olmo_core_jax.launch.job import Job
 from olmo_core_jax.launch.profile import Profile
+from olmo_core_jax.recipes.schema import TRAINING_STAGES
 from olmo_core_jax.results import read_result
 
 OLDEST = {"kubernetes": (1, 29), "tpu7x": (1, 34), "jobset": (0, 10), "kueue": (0, 17)}
@@ -38,13 +39,6 @@ SECRETS = Kind("", "v1", "secrets", "secret")
 ACCOUNTS = Kind("", "v1", "serviceaccounts", "service_account")
 JOBSET_CONTROLLER = Kind("apps", "v1", "deployments", namespace="jobset-system")
 KUEUE_CONTROLLER = Kind("apps", "v1", "deployments", namespace="kueue-system")
-
-UPSTREAM = {
-    "stage1_train": ("convert_weights", "build_index"),
-    "eval_landmarks": ("stage1_train",),
-    "warm_adam": ("stage1_train",),
-    "stage2_train": ("warm_adam", "build_index"),
-}
 
 
 class Wrong(Exception):
@@ -246,11 +240,11 @@ def _recipe(job: Job) -> str:
 
 def _upstream(job: Job) -> str:
     recipe = recipes.load_recipe(job.recipe)
-    before = UPSTREAM.get(job.folder.partition("/")[0], ())
-    if job.folder == "final_eval":
-        before = (f"{recipe.stages()[-1]}_train",)
+    trained = {stages.train_folder(name) for name in recipe.stages()}
+    unused = {stages.train_folder(name) for name in TRAINING_STAGES} - trained
     if recipe.weights.hf is None:  # its own initialisation
-        before = tuple(stage for stage in before if stage != "convert_weights")
+        unused.add("convert_weights")
+    before = [stage for stage in stages.stage_of(job.folder).upstream if stage not in unused]
     missing = [stage for stage in before if read_result(job.run_root, stage) is None]
     if missing:
         raise Wrong(f"{', '.join(missing)} not finished under {job.run_root}")

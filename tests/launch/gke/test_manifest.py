@@ -11,18 +11,19 @@ from fake_kube.policy import job_failure, jobset_action
 
 from olmo_core_jax.errors import UserError
 from olmo_core_jax.hardware.topology import Topology, process_id
-from olmo_core_jax.launch import job as jobs
 from olmo_core_jax.launch.gke import names
 from olmo_core_jax.launch.gke.check import check
 from olmo_core_jax.launch.gke.manifest import launch_digest, render
 from olmo_core_jax.launch.gke.profile import GKE
+from olmo_core_jax.launch.job import job_of
 from olmo_core_jax.launch.profile import Profile, load_profile
+from olmo_core_jax.stages import STAGES
 
 crds, jobset_crd = crd_files.crds, crd_files.jobset_crd
 INFRA = Path(__file__).resolve().parents[3] / "infra"
 RUN = "gs://my-project-olmo-runs/7b"
 PROFILES = ["cpu-cluster", "v5p-256", "tpu7x-4x4x4", "tpu7x-4x8x8", "tpu7x-2x4x4x4"]
-JOB = jobs.train("olmo3_7b", RUN, "stage1")
+JOB = job_of("stage1_train", "olmo3_7b", RUN)
 
 
 def gke(**section) -> Profile:
@@ -45,7 +46,7 @@ def test_golden_files(name):
 @pytest.mark.parametrize("stage", ["stage1", "build_index"])
 def test_manifests_fit_the_schemas(name, stage, crds):
     pytest.importorskip("kubernetes_validate")
-    job = JOB if stage == "stage1" else jobs.build_index("olmo3_7b", RUN)
+    job = JOB if stage == "stage1" else job_of("build_index", "olmo3_7b", RUN)
     check(render(job, load_profile(str(INFRA / "launch" / f"{name}.yaml"))), crds["JobSet"])
 
 
@@ -243,9 +244,9 @@ def test_processes_wait_longer_for_each_other_in_a_cluster():
     assert alone == Topology().distributed
 
 
-@pytest.mark.parametrize("maker", [jobs.convert_weights, jobs.build_index, jobs.warm_adam])
-def test_a_stage_of_one_process_is_not_given_several(maker):
-    job = maker("olmo3_7b", RUN)
+@pytest.mark.parametrize("stage", [s.name for s in STAGES.values() if not s.distributed])
+def test_a_stage_of_one_process_is_not_given_several(stage):
+    job = job_of(stage, "olmo3_7b", RUN)
     with pytest.raises(
         UserError, match=f"{job.folder} runs in one process.*gke_stages.{job.folder}"
     ):

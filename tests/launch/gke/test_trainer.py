@@ -12,8 +12,9 @@ from fake_kube.kubelet import module_runner
 from fake_kube.lab import Lab
 from helpers import json_lines
 
-from olmo_core_jax.launch import job as jobs
+from olmo_core_jax.launch.job import job_of
 from olmo_core_jax.launch.profile import Profile
+from olmo_core_jax.launch.run import run
 from olmo_core_jax.recipes import load_recipe
 
 pytest.importorskip("kubernetes")
@@ -42,12 +43,9 @@ def trainer_lab(tmp_path, recipe: Path, **gke) -> Lab:
     """A laboratory whose pods run `jobs/train` on a run root that is ready for it."""
     lab = Lab(tmp_path, translate=module_runner, grace_scale=0.1, **({"hosts": 2} | gke))
     local = Profile()
-    for job in (
-        jobs.convert_weights(str(recipe), lab.root),
-        jobs.build_index(str(recipe), lab.root),
-    ):
-        jobs.run(job, local)
-    lab.job = jobs.train(str(recipe), lab.root, "stage1")
+    for stage in ("convert_weights", "build_index"):
+        run(job_of(stage, str(recipe), lab.root), local)
+    lab.job = job_of("stage1_train", str(recipe), lab.root)
     return lab
 
 
@@ -92,7 +90,7 @@ def at_step(lab: Lab, step: int, attempt: int = 1) -> None:
 def local(prepared, tmp_path_factory):
     """The same of a run without any cluster."""
     with trainer_lab(tmp_path_factory.mktemp("local"), prepared[0]) as lab:
-        jobs.run(lab.job, Profile())
+        run(lab.job, Profile())
         return losses(lab.root), batches(lab.root)
 
 

@@ -73,13 +73,8 @@ class Lab:
         if gate:
             defaults["gate"] = str(self._gate)
         given = defaults | dict(f.lstrip("-").split("=", 1) for f in flags)
-        self.job = Job(
-            "train",
-            "stage1_train",
-            "laptop",
-            self.root,
-            tuple(f"--{k}={v}" for k, v in given.items()),
-        )
+        flags = tuple(f"--{k}={v}" for k, v in given.items())
+        self.job = Job("jobs.train", "stage1_train", "laptop", self.root, flags, distributed=True)
         self.said: list[str] = []
         self.kill = threading.Event()
 
