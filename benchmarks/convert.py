@@ -23,8 +23,8 @@ import numpy as np
 
 from olmo_core_jax.checkpoint.formats import hf, hf_config
 from olmo_core_jax.checkpoint.formats.safetensors import SafetensorsWriter, index_json, split_shards
-from olmo_core_jax.checkpoint.names import leaves
 from olmo_core_jax.checkpoint.tensors import Spec, numpy_dtype
+from olmo_core_jax.model.weights import leaves, n_params
 from olmo_core_jax.recipes import load_recipe
 from olmo_core_jax.recipes.schema import Model
 
@@ -171,7 +171,7 @@ def main() -> None:
 def bench(args: argparse.Namespace) -> None:
     cfg, work = model(args.layers), args.work
     source_bytes = make_source(work / "hf", cfg, args.source)
-    print(f"{cfg.n_params:,} parameters, {source_bytes / 1e9:.1f} GB of {args.source}", flush=True)
+    print(f"{n_params(cfg):,} parameters, {source_bytes / 1e9:.1f} GB of {args.source}", flush=True)
     rates = [copy_rate(args)]
     there = run("convert", args.layers, work / "hf", work / "orbax", args.params)
     rates.append(copy_rate(args))

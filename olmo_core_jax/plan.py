@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass
 from olmo_core_jax.errors import UserError
 from olmo_core_jax.hardware import shapes
 from olmo_core_jax.hardware.flops import training_flops
+from olmo_core_jax.model.weights import n_params
 from olmo_core_jax.optim.schedules import check_schedule, joins, learning_rate
 from olmo_core_jax.recipes.schema import Recipe, Stage
 
@@ -88,7 +89,7 @@ def _plan_stage(recipe: Recipe, name: str, stage: Stage, shape, mfu, price) -> S
 def checkpoint_bytes(recipe: Recipe) -> int:
     """Weights and both moments in their own dtypes."""
     p = recipe.precision
-    return recipe.model.n_params * (BYTES[p.params] + 2 * BYTES[p.moments])
+    return n_params(recipe.model) * (BYTES[p.params] + 2 * BYTES[p.moments])
 
 
 def _telling_steps(stage: Stage) -> list[int]:
@@ -120,7 +121,7 @@ def _size(gib: float) -> str:
 
 def describe(recipe: Recipe, stages: list[StagePlan], shape: str | None, mfu: float) -> str:
     """The plan as text."""
-    lines = [f"{recipe.name}: {recipe.model.n_params:,} parameters"]
+    lines = [f"{recipe.name}: {n_params(recipe.model):,} parameters"]
     for p in stages:
         lines += [
             "",

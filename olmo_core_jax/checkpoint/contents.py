@@ -7,9 +7,10 @@ from typing import Any
 from olmo_core_jax import storage
 from olmo_core_jax.checkpoint.formats import hf, hf_config, olmo_core, olmo_core_config
 from olmo_core_jax.checkpoint.formats.orbax_read import OrbaxStep
-from olmo_core_jax.checkpoint.names import flatten, leaves
 from olmo_core_jax.checkpoint.tensors import LazyArray
 from olmo_core_jax.errors import UserError
+from olmo_core_jax.model.tree import flatten
+from olmo_core_jax.model.weights import leaves
 from olmo_core_jax.recipes.schema import Model
 from olmo_core_jax.storage import ranges
 

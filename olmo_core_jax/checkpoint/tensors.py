@@ -14,8 +14,9 @@ import ml_dtypes
 import numpy as np
 
 from olmo_core_jax.checkpoint.checksums import array_checksum
-from olmo_core_jax.checkpoint.names import Leaf, put
 from olmo_core_jax.errors import UserError
+from olmo_core_jax.model.tree import put
+from olmo_core_jax.model.weights import Leaf
 
 PIECE_BYTES = 8 * 2**20
 """Most bytes of one piece, and of a chunk on disk. Larger ones cost up to four times the processor

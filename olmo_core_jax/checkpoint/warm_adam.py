@@ -15,8 +15,8 @@ import numpy as np
 from olmo_core_jax import storage
 from olmo_core_jax.checkpoint.formats.olmo_core import open_native
 from olmo_core_jax.checkpoint.formats.orbax_read import OrbaxStep, lazy_section
-from olmo_core_jax.checkpoint.names import leaves
 from olmo_core_jax.errors import UserError
+from olmo_core_jax.model.weights import leaves
 from olmo_core_jax.optim.schedules import learning_rate
 from olmo_core_jax.recipes.schema import Recipe, Stage
 from olmo_core_jax.stages import train_folder

@@ -15,8 +15,9 @@ from olmo_core_jax.compile import hlo
 from olmo_core_jax.compile.gpu_target import target_of
 from olmo_core_jax.errors import UserError
 from olmo_core_jax.hardware.chips import GPU_MEMORY_SHARE, Chip
-from olmo_core_jax.hardware.flops import attention_flops, matrix_parameters
+from olmo_core_jax.hardware.flops import attention_flops
 from olmo_core_jax.hardware.topology import Topology
+from olmo_core_jax.model.weights import n_matmul_params
 from olmo_core_jax.recipes.schema import Checkpoints, Linear, Recipe
 
 GIB = 2**30
@@ -151,7 +152,7 @@ def compile_stage(
     memory, counts = compiled.memory_analysis(), hlo.count(_program(dump))
     length = stage.data.sequence_length
     tokens = stage.batch_tokens / math.prod(mesh.shape.values())
-    model_matrix = 6 * matrix_parameters(recipe.model) * tokens
+    model_matrix = 6 * n_matmul_params(recipe.model) * tokens
     attention = 3 * attention_flops(recipe.model, length) * tokens
     assert memory is not None, "this compiler does not tell what memory it needs"
     peak = memory.peak_memory_in_bytes

@@ -7,7 +7,8 @@ from jax.sharding import Mesh
 
 from olmo_core_jax.checkpoint.formats import hf
 from olmo_core_jax.checkpoint.store import CheckpointStore
-from olmo_core_jax.model.olmo3 import abstract_params, logical_axes
+from olmo_core_jax.model.olmo3 import abstract_params
+from olmo_core_jax.model.weights import logical_axes
 from olmo_core_jax.recipes.schema import Model, Recipe
 from olmo_core_jax.train.mesh import param_shardings
 

@@ -5,6 +5,7 @@ nor do norms, softmax, rotary embedding or the optimizer.
 MFU = FLOPs a token * tokens a second / (devices * peak).
 """
 
+from olmo_core_jax.model.weights import n_matmul_params
 from olmo_core_jax.recipes.schema import Model
 
 
@@ -12,13 +13,6 @@ def mean_visible_keys(sequence: int, window: int) -> float:
     """Keys that a query sees, itself included, averaged over the positions; window -1: its past."""
     w = sequence if window < 0 else min(window, sequence)
     return (w * (w + 1) / 2 + (sequence - w) * w) / sequence
-
-
-def matrix_parameters(model: Model) -> int:
-    """Weights that a token is multiplied with: all matrices but the embedding table."""
-    heads, kv = model.n_heads * model.head_dim, model.n_kv_heads * model.head_dim
-    layer = 2 * model.d_model * (heads + kv) + 3 * model.d_model * model.mlp_hidden
-    return model.n_layers * layer + model.padded_vocab_size * model.d_model
 
 
 def attention_flops(model: Model, sequence: int) -> float:
@@ -29,4 +23,4 @@ def attention_flops(model: Model, sequence: int) -> float:
 
 def training_flops(model: Model, sequence: int) -> float:
     """FLOPs a token of one update, forward and backward."""
-    return 3 * (2 * matrix_parameters(model) + attention_flops(model, sequence))
+    return 3 * (2 * n_matmul_params(model) + attention_flops(model, sequence))

@@ -9,10 +9,10 @@ import numpy as np
 from olmo_core_jax import recipes, storage
 from olmo_core_jax.checkpoint import download
 from olmo_core_jax.checkpoint.formats import hf
-from olmo_core_jax.checkpoint.names import leaves
 from olmo_core_jax.errors import UserError
 from olmo_core_jax.hardware.topology import process_id
 from olmo_core_jax.jobs.common import Context, Job, Outcome, leave, main
+from olmo_core_jax.model.weights import leaves
 from olmo_core_jax.results import digest_of, file_digest
 
 log = logging.getLogger("olmo")

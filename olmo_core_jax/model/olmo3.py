@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from olmo_core_jax.model import weights
 from olmo_core_jax.model.attention import attend
 from olmo_core_jax.model.linear import linear
 from olmo_core_jax.model.masks import FULL
@@ -21,14 +22,13 @@ DEFAULT = ModelOptions()
 CUT = 3.0  # initial weights lie within this many standard deviations
 
 
-def matrix(rngs: nnx.Rngs, cfg: Model, *shape: int) -> nnx.Param:
-    """A weight drawn from a normal of init_std cut at 3 deviations, fp32."""
+def parameter(name: str, cfg: Model, rngs: nnx.Rngs) -> nnx.Param:
+    """A fresh weight of the table, fp32: a gain is ones, a matrix a normal of init_std cut at 3 deviations."""
+    shape = weights.shape(weights.BY_NAME[name], cfg)
+    if len(shape) == 1:
+        return nnx.Param(jnp.ones(shape, jnp.float32))
     draw = jax.random.truncated_normal(rngs.params(), -CUT, CUT, shape, jnp.float32)
     return nnx.Param(cfg.init_std * draw)
-
-
-def gain(size: int) -> nnx.Param:
-    return nnx.Param(jnp.ones(size, jnp.float32))
 
 
 def norm(x: jax.Array, weight: nnx.Param, eps: float) -> jax.Array:
@@ -45,13 +45,12 @@ class Attention(nnx.Module):
     """Projections, QK-norm over the whole projected vector, rotary embedding, attention, output projection."""
 
     def __init__(self, cfg: Model, window: int, opts: ModelOptions, *, rngs: nnx.Rngs):
-        queries, keys = cfg.n_heads * cfg.head_dim, cfg.n_kv_heads * cfg.head_dim
-        self.q = matrix(rngs, cfg, queries, cfg.d_model)
-        self.k = matrix(rngs, cfg, keys, cfg.d_model)
-        self.v = matrix(rngs, cfg, keys, cfg.d_model)
-        self.out = matrix(rngs, cfg, cfg.d_model, queries)
-        self.q_norm = gain(queries)
-        self.k_norm = gain(keys)
+        self.q = parameter("attn.q", cfg, rngs)
+        self.k = parameter("attn.k", cfg, rngs)
+        self.v = parameter("attn.v", cfg, rngs)
+        self.out = parameter("attn.out", cfg, rngs)
+        self.q_norm = parameter("attn.q_norm", cfg, rngs)
+        self.k_norm = parameter("attn.k_norm", cfg, rngs)
         self.window, self.head_dim, self.eps, self.opts = window, cfg.head_dim, cfg.norm_eps, opts
 
     def __call__(self, x_BSD: jax.Array, rope: Rope) -> jax.Array:
@@ -77,9 +76,9 @@ class MLP(nnx.Module):
     """SwiGLU: down(silu(gate x) * up x)."""
 
     def __init__(self, cfg: Model, opts: ModelOptions, *, rngs: nnx.Rngs):
-        self.gate = matrix(rngs, cfg, cfg.mlp_hidden, cfg.d_model)
-        self.up = matrix(rngs, cfg, cfg.mlp_hidden, cfg.d_model)
-        self.down = matrix(rngs, cfg, cfg.d_model, cfg.mlp_hidden)
+        self.gate = parameter("mlp.gate", cfg, rngs)
+        self.up = parameter("mlp.up", cfg, rngs)
+        self.down = parameter("mlp.down", cfg, rngs)
         self.opts = opts
 
     def __call__(self, x_BSD: jax.Array) -> jax.Array:
@@ -94,9 +93,9 @@ class Layer(nnx.Module):
 
     def __init__(self, cfg: Model, window: int, opts: ModelOptions, *, rngs: nnx.Rngs):
         self.attn = Attention(cfg, window, opts, rngs=rngs)
-        self.attn_norm = gain(cfg.d_model)
+        self.attn_norm = parameter("attn_norm", cfg, rngs)
         self.mlp = MLP(cfg, opts, rngs=rngs)
-        self.mlp_norm = gain(cfg.d_model)
+        self.mlp_norm = parameter("mlp_norm", cfg, rngs)
         self.eps, self.opts = cfg.norm_eps, opts
 
     def __call__(self, x_BSD: jax.Array, rope: Rope) -> jax.Array:
@@ -143,11 +142,11 @@ class Olmo3(nnx.Module):
 
     def __init__(self, cfg: Model, opts: ModelOptions = DEFAULT, *, rngs: nnx.Rngs):
         self.cfg, self.opts = cfg, opts
-        self.embed = Weight(matrix(rngs, cfg, cfg.padded_vocab_size, cfg.d_model))
+        self.embed = Weight(parameter("embed.weight", cfg, rngs))
         make = nnx.vmap(lambda keys: Cycle(cfg, opts, rngs=keys))
         self.cycles = nnx.split_rngs(splits=cfg.n_cycles)(make)(rngs)
-        self.final_norm = Weight(gain(cfg.d_model))
-        self.lm_head = Weight(matrix(rngs, cfg, cfg.padded_vocab_size, cfg.d_model))
+        self.final_norm = Weight(parameter("final_norm.weight", cfg, rngs))
+        self.lm_head = Weight(parameter("lm_head.weight", cfg, rngs))
 
     def embedded(self, tokens_BS: jax.Array) -> jax.Array:
         """The first layer's input, [B, S, D] in the compute dtype."""
@@ -183,33 +182,6 @@ def init_params(cfg: Model, seed: int) -> dict:
 def abstract_params(cfg: Model) -> dict:
     """The same tree of ShapeDtypeStructs; nothing is allocated."""
     return jax.eval_shape(lambda: init_params(cfg, 0))
-
-
-def logical_axes(cfg: Model) -> dict:
-    """The same tree of tuples that name every parameter's axes; train/mesh.py maps names to mesh axes."""
-    attn = {
-        "q": ("cycle", "heads", "embed"),
-        "k": ("cycle", "kv_heads", "embed"),
-        "v": ("cycle", "kv_heads", "embed"),
-        "out": ("cycle", "embed", "heads"),
-        "q_norm": ("cycle", "heads"),
-        "k_norm": ("cycle", "kv_heads"),
-    }
-    mlp = {name: ("cycle", "mlp", "embed") for name in ("gate", "up")} | {
-        "down": ("cycle", "embed", "mlp")
-    }
-    layer = {
-        "attn": attn,
-        "attn_norm": ("cycle", "norm"),
-        "mlp": mlp,
-        "mlp_norm": ("cycle", "norm"),
-    }
-    return {
-        "embed": {"weight": ("vocab", "embed")},
-        "cycles": {f"layer_{j}": layer for j in range(len(cfg.pattern))},
-        "final_norm": {"weight": ("norm",)},
-        "lm_head": {"weight": ("vocab", "embed")},
-    }
 
 
 def bind(params: dict, cfg: Model, opts: ModelOptions) -> Olmo3:

@@ -13,8 +13,8 @@ import numpy as np
 from olmo_core_jax import storage
 from olmo_core_jax.checkpoint.contents import kind_of
 from olmo_core_jax.checkpoint.formats.orbax_read import OrbaxStep, lazy_section
-from olmo_core_jax.checkpoint.names import flatten, put
 from olmo_core_jax.errors import UserError
+from olmo_core_jax.model.tree import flatten, put
 from olmo_core_jax.recipes.schema import Model
 
 Trace = dict[str, np.ndarray]

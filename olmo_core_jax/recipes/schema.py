@@ -78,14 +78,6 @@ class Model(Strict):
         """How many times the pattern repeats: the length of the layer scan."""
         return self.n_layers // len(self.pattern)
 
-    @property
-    def n_params(self) -> int:
-        """Trainable numbers, padded vocabulary rows included, as OLMo-core counts them."""
-        q, kv = self.n_heads * self.head_dim, self.n_kv_heads * self.head_dim
-        attention = self.d_model * (2 * q + 2 * kv) + q + kv
-        layer = attention + 3 * self.d_model * self.mlp_hidden + 2 * self.d_model
-        return self.n_layers * layer + self.d_model + 2 * self.padded_vocab_size * self.d_model
-
 
 class Tokenizer(Strict):
     name: str = Field(description="fills {TOKENIZER} in mixes")

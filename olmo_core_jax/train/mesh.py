@@ -19,7 +19,8 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from olmo_core_jax.data.batch import Batch
 from olmo_core_jax.errors import UserError
 from olmo_core_jax.hardware import topology as topologies
-from olmo_core_jax.model.olmo3 import abstract_params, logical_axes
+from olmo_core_jax.model.olmo3 import abstract_params
+from olmo_core_jax.model.weights import logical_axes
 from olmo_core_jax.optim.skip_step_adamw import SkipStepAdamWState
 from olmo_core_jax.recipes.schema import Model, Stage
 

@@ -9,8 +9,9 @@ import pytest
 
 from olmo_core_jax import recipes
 from olmo_core_jax.compile import hlo
-from olmo_core_jax.hardware.flops import attention_flops, matrix_parameters
+from olmo_core_jax.hardware.flops import attention_flops
 from olmo_core_jax.model.olmo3 import ModelOptions, abstract_params
+from olmo_core_jax.model.weights import n_matmul_params
 from olmo_core_jax.train.loss import loss_divisor, shifted_targets
 from olmo_core_jax.train.step import _micro_loss
 
@@ -38,7 +39,7 @@ def text(program) -> str:
     return program.compiler_ir("hlo").as_hlo_text()
 
 
-MATRICES = 6 * matrix_parameters(MODEL) * ROWS * LENGTH
+MATRICES = 6 * n_matmul_params(MODEL) * ROWS * LENGTH
 # The reference kernel computes what the causal mask hides, too: S keys a query in place of (S + 1) / 2. No policy keeps
 # its scores: seven products in place of six.
 ATTENTION = 3.5 * attention_flops(MODEL, LENGTH) * ROWS * LENGTH * 2 * LENGTH / (LENGTH + 1)

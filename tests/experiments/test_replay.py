@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 
 from olmo_core_jax.checkpoint.formats.olmo_core import open_native
-from olmo_core_jax.checkpoint.names import leaves
 from olmo_core_jax.compare.curves import read_csv
 from olmo_core_jax.data.loader import Loader
 from olmo_core_jax.data.stage_data import build_stage_data
@@ -29,6 +28,7 @@ from olmo_core_jax.experiments.replay.plan import (
 )
 from olmo_core_jax.hardware.topology import Topology
 from olmo_core_jax.jobs.common import main
+from olmo_core_jax.model.weights import leaves
 from olmo_core_jax.optim.schedules import learning_rate
 from olmo_core_jax.recipes import load_recipe
 from olmo_core_jax.results import read_result

@@ -8,7 +8,7 @@ import numpy as np
 
 from olmo_core_jax.checkpoint.formats import hf
 from olmo_core_jax.checkpoint.formats.orbax_write import write_step
-from olmo_core_jax.checkpoint.names import leaves
+from olmo_core_jax.model.weights import leaves
 from olmo_core_jax.recipes.schema import Model, RopeScaling, Tokenizer
 
 

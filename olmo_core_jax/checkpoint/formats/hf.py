@@ -20,7 +20,6 @@ from olmo_core_jax.checkpoint.formats.safetensors import (
     index_json,
     split_shards,
 )
-from olmo_core_jax.checkpoint.names import Leaf, leaves
 from olmo_core_jax.checkpoint.tensors import (
     IN_FLIGHT,
     Spec,
@@ -33,6 +32,7 @@ from olmo_core_jax.checkpoint.tensors import (
     rounded,
 )
 from olmo_core_jax.errors import UserError
+from olmo_core_jax.model.weights import Leaf, leaves
 from olmo_core_jax.recipes.schema import Model, Tokenizer
 from olmo_core_jax.storage import ranges
 

@@ -17,9 +17,9 @@ import numpy as np
 
 from olmo_core_jax import storage
 from olmo_core_jax.checkpoint.formats import olmo_core_config, pickles, torch_zip
-from olmo_core_jax.checkpoint.names import Leaf, leaves
 from olmo_core_jax.checkpoint.tensors import Spec, check_nothing_left, lazy_tree
 from olmo_core_jax.errors import UserError
+from olmo_core_jax.model.weights import Leaf, leaves
 from olmo_core_jax.recipes.schema import Model
 from olmo_core_jax.storage import ranges
 

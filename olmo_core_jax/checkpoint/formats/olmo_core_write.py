@@ -15,8 +15,8 @@ from olmo_core_jax import storage
 from olmo_core_jax.checkpoint.formats.hf import require_shapes
 from olmo_core_jax.checkpoint.formats.olmo_core import MOMENTS
 from olmo_core_jax.checkpoint.formats.orbax_read import OrbaxStep
-from olmo_core_jax.checkpoint.names import leaves
 from olmo_core_jax.errors import UserError
+from olmo_core_jax.model.weights import leaves
 from olmo_core_jax.recipes.schema import Model, Optimizer, Recipe
 
 FINGERPRINT_VERSION = "v2.0"

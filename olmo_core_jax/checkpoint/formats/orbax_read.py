@@ -12,9 +12,9 @@ from etils import epath
 from olmo_core_jax import storage
 from olmo_core_jax.checkpoint import layout
 from olmo_core_jax.checkpoint.layout import first_line
-from olmo_core_jax.checkpoint.names import flatten, put
 from olmo_core_jax.checkpoint.tensors import LazyArray, Spec
 from olmo_core_jax.errors import UserError
+from olmo_core_jax.model.tree import flatten, put
 
 
 class OrbaxStep:

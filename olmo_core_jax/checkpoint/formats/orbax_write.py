@@ -25,9 +25,9 @@ from olmo_core_jax import storage
 from olmo_core_jax.checkpoint import layout
 from olmo_core_jax.checkpoint.checksums import array_checksum
 from olmo_core_jax.checkpoint.layout import FORMAT, MetaArgs, MetaHandler, first_line
-from olmo_core_jax.checkpoint.names import flatten
 from olmo_core_jax.checkpoint.tensors import IN_FLIGHT, LazyArray, Where, part_checksum
 from olmo_core_jax.errors import JobError, UserError
+from olmo_core_jax.model.tree import flatten
 
 STATE, META = "state", "meta"
 PENDING = 32

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from olmo_core_jax.errors import UserError
 from olmo_core_jax.hardware.flops import training_flops
+from olmo_core_jax.model.weights import n_params
 from olmo_core_jax.recipes.load import base_location, load_recipe
 from olmo_core_jax.recipes.schema import Recipe, Weights
 
@@ -100,4 +101,4 @@ def _arm(recipe: Recipe, updates: int) -> Arm:
     )
     model, length = cut.model, cut.stage1.data.sequence_length
     name = f"{model.n_heads}x{model.head_dim}"
-    return Arm(name, cut, model.n_params, training_flops(model, length))
+    return Arm(name, cut, n_params(model), training_flops(model, length))

@@ -15,11 +15,11 @@ import numpy as np
 from jax.sharding import Mesh
 
 from olmo_core_jax.checkpoint.formats.olmo_core import MOMENTS, NativeCheckpoint
-from olmo_core_jax.checkpoint.names import flatten, put
 from olmo_core_jax.checkpoint.tensors import LazyArray
 from olmo_core_jax.compare.curves import CE, GRAD_NORM, GRAD_NORM_FP64, LR, SKIPPED, Rows
 from olmo_core_jax.errors import UserError
 from olmo_core_jax.experiments.replay.plan import Window
+from olmo_core_jax.model.tree import flatten, put
 from olmo_core_jax.optim.schedules import learning_rate
 from olmo_core_jax.optim.skip_step_adamw import SkipStepAdamWState
 from olmo_core_jax.recipes.schema import Precision, Stage

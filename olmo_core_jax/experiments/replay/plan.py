@@ -12,6 +12,7 @@ from itertools import pairwise
 from olmo_core_jax.errors import UserError
 from olmo_core_jax.hardware import shapes
 from olmo_core_jax.hardware.flops import training_flops
+from olmo_core_jax.model.weights import n_params
 from olmo_core_jax.plan import GIB, check_assumptions
 from olmo_core_jax.recipes.schema import Recipe
 
@@ -108,7 +109,7 @@ def price_windows(
                 tokens,
                 flops,
                 window.updates / stage.last_step,
-                2 * recipe.model.n_params * STATE_BYTES / GIB,
+                2 * n_params(recipe.model) * STATE_BYTES / GIB,
                 hours,
                 None if hours is None or price is None else hours * price,
             )

@@ -13,10 +13,10 @@ from tiny_checkpoints import TOKENIZER, raw_bytes, tiny, to_ours, write_hf
 from olmo_core_jax.checkpoint.formats import hf
 from olmo_core_jax.checkpoint.formats.orbax_read import OrbaxStep, lazy_section
 from olmo_core_jax.checkpoint.formats.orbax_write import write_step
-from olmo_core_jax.checkpoint.names import flatten
 from olmo_core_jax.checkpoint.store import CheckpointStore
 from olmo_core_jax.errors import UserError
 from olmo_core_jax.model.olmo3 import abstract_params, init_params
+from olmo_core_jax.model.tree import flatten
 
 
 def export(step: str, cfg, folder, **options) -> hf.Export:

@@ -19,8 +19,9 @@ from tiny_checkpoints import tiny
 from olmo_core_jax.checkpoint.formats import olmo_core, torch_zip
 from olmo_core_jax.checkpoint.formats.orbax_read import OrbaxStep
 from olmo_core_jax.checkpoint.formats.orbax_write import write_step
-from olmo_core_jax.checkpoint.names import get, leaves
 from olmo_core_jax.errors import UserError
+from olmo_core_jax.model.tree import get
+from olmo_core_jax.model.weights import leaves
 from olmo_core_jax.recipes import load_recipe
 
 LAPTOP = load_recipe("laptop")

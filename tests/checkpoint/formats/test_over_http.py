@@ -15,9 +15,10 @@ from tiny_checkpoints import raw_bytes, tiny, to_ours, write_hf
 
 from olmo_core_jax.checkpoint import download
 from olmo_core_jax.checkpoint.formats import hf, olmo_core
-from olmo_core_jax.checkpoint.names import get, leaves
 from olmo_core_jax.checkpoint.store import CheckpointStore
 from olmo_core_jax.errors import UserError
+from olmo_core_jax.model.tree import get
+from olmo_core_jax.model.weights import leaves
 from olmo_core_jax.recipes import load_recipe
 from olmo_core_jax.recipes.schema import Weights
 from olmo_core_jax.storage import readers
