@@ -17,8 +17,8 @@ class VerifyResume(FlowSpec):
 
     start        shortens the recipe and fixes the run roots
     train        one run, one task each: unbroken, interrupted
-    compare      a card with the paired differences
-    end          fails where there is one, or where an interruption never struck
+    compare      a card with the differences
+    end          fails where there is one, or where an interruption never happened
     """
 
     recipe = Parameter("recipe", default="laptop", help="name of a shipped recipe, or a YAML file")
@@ -53,7 +53,7 @@ class VerifyResume(FlowSpec):
         self.trained = flow_entry.run_stage("stage1_train", self.recipe_file, root, card, *flags)
         self.next(self.compare)
 
-    @card(type="blank", id="paired")
+    @card(type="blank", id="resume")
     @step
     def compare(self, inputs):
         """Every update and the last state of both, side by side."""
@@ -63,19 +63,19 @@ class VerifyResume(FlowSpec):
         self.merge_artifacts(inputs, include=["recipe_file", "run_root"])
         roots = [f"{self.run_root}/{kind}" for kind in ("unbroken", "interrupted")]
         found = compare_runs(*roots, "stage1", self.updates)
-        card.draw(current.card["paired"], found)
+        card.draw(current.card["resume"], found)
         self.verdict = card.summary(found)
-        self.table = card.paired_table(found).markdown()
+        self.table = card.check_table(found).markdown()
         self.same, self.attempts = found.same, found.attempts
         self.next(self.end)
 
     @step
     def end(self):
-        """The verdict; a difference fails the flow, and so does an interruption that never struck."""
+        """The verdict; a difference fails the flow, and so does an interruption that never happened."""
         print(self.table)
         print(self.verdict)
         flow_entry.require(self.same, self.verdict)
-        launch.require_all_struck(self.interrupt, self.attempts)
+        launch.require_all_interrupted(self.interrupt, self.attempts)
 
 
 if __name__ == "__main__":

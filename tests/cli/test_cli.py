@@ -67,3 +67,15 @@ def test_a_flows_output_may_be_left_out_but_not_be_blank():
     assert plan("laptop", "", "7").run_root.endswith("/runs/laptop-7")
     with pytest.raises(StageError, match="--output is blank"):
         plan("laptop", "  ", "7")
+
+
+@pytest.mark.parametrize("verb", cli._JOBS)
+def test_every_job_is_a_verb_with_its_own_arguments(monkeypatch, capsys, verb):
+    """The module that a verb names is there, and its parser answers."""
+    left = []
+    monkeypatch.setattr("olmo_core_jax.jobs.common.leave", left.append)
+    monkeypatch.setattr(sys, "argv", ["olmo-jax", verb, "--help"])
+    with pytest.raises(SystemExit) as end:
+        cli.main()
+    assert end.value.code == 0 and not left
+    assert "--run-root" in capsys.readouterr().out

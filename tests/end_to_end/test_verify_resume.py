@@ -44,7 +44,7 @@ def cut(recipe: str, folder: Path, interrupt: str, updates: int = 30, every: int
         ("30:save", r"update 30 .* --updates 30"),
     ],
 )
-def test_a_plan_that_could_not_strike_is_refused_before_anything_runs(
+def test_an_interruption_that_cannot_happen_is_refused_before_anything_runs(
     tmp_path, recipe, plan, message
 ):
     from olmo_core_jax.launch.flow_entry import StageError
@@ -74,16 +74,16 @@ def test_fewer_attempts_than_interruptions_prove_nothing():
     from olmo_core_jax.experiments.resume import launch
     from olmo_core_jax.launch.flow_entry import StageError
 
-    launch.require_all_struck("", 1)
-    launch.require_all_struck("7:term,13:kill", 3)
-    launch.require_all_struck("7:term,13:kill", 4)  # the machine was lost once, too
+    launch.require_all_interrupted("", 1)
+    launch.require_all_interrupted("7:term,13:kill", 3)
+    launch.require_all_interrupted("7:term,13:kill", 4)  # the machine was lost once, too
     with pytest.raises(StageError, match="2 interruptions were planned, but there are 2 attempts"):
-        launch.require_all_struck("7:term,13:kill", 2)
+        launch.require_all_interrupted("7:term,13:kill", 2)
 
 
 @pytest.mark.slow
 def test_runs_that_were_finished_before_do_not_pass_for_interrupted_ones(tmp_path, recipe):
-    """The second flow finds both runs done: nothing strikes, and they are equal all the same."""
+    """The second flow finds both runs done: nothing is interrupted, and they are equal all the same."""
     flags = (
         "--recipe",
         recipe,

@@ -14,6 +14,7 @@ from contextlib import closing
 from olmo_core_jax import stages, storage
 from olmo_core_jax.errors import UserError
 from olmo_core_jax.experiments.replay.plan import Window, parse_windows
+from olmo_core_jax.hardware.topology import process_id
 from olmo_core_jax.jobs.common import Context, Job, Outcome, leave, main
 from olmo_core_jax.recipes.schema import Stage
 from olmo_core_jax.results import file_digest
@@ -53,82 +54,78 @@ def inputs(context: Context) -> dict[str, str]:
 
 
 def work(context: Context) -> Outcome:
-    import jax
-
-    from olmo_core_jax.checkpoint.formats.olmo_core import open_native
     from olmo_core_jax.compare.curves import read_csv
-    from olmo_core_jax.experiments.replay import comparison
-    from olmo_core_jax.train import distributed, mesh
+    from olmo_core_jax.experiments.replay import comparison, states
+    from olmo_core_jax.train import distributed
+    from olmo_core_jax.train.mesh import make_mesh
 
     distributed.initialize(context.topology)
     window, stage = _window(context)
-    recipe = context.recipe
+    precision = context.recipe.precision
     curve = read_csv(_reference(stage, window).curve)
     _require_logged(window, curve, context.args.partial)
-    states = {
-        n: open_native(_native(context, window, n), recipe.model) for n in _steps(context, window)
-    }
-    for n, native in states.items():
-        if native.step != n:
-            raise UserError(f"{native.path} is the checkpoint of update {native.step}, not {n}")
-    start, end = states[window.first], states.get(window.last)
-    grid = mesh.make_mesh(context.topology.mesh)
-    history = comparison.skip_history(curve, window.first, stage, context.args.partial)
-    state = comparison.native_state(start, grid, stage, recipe.precision, history)
+    native = _open_checkpoints(context, window)
+    start, end = native[window.first], native.get(window.last)
+    mesh = make_mesh(context.topology.mesh)
+    history = states.skip_history(curve, window.first, stage, context.args.partial)
+    state = states.native_state(start, mesh, stage, precision, history)
     log.info("window %s: Adam count %d, %d updates", window, start.adam_step, window.updates)
-    state, gaps = _updates(context, window, stage, grid, state, curve)
-    done = comparison.Replayed(
-        window,
-        gaps,
-        comparison.compare_state(state, end, grid, recipe.precision) if end else None,
-        recipe.precision.compute,
-    )
-    if jax.process_index() == 0:
-        storage.write_bytes(context.path("updates.csv"), _csv(gaps))
-        if done.end:
-            storage.write_bytes(context.path("tensors.csv"), _csv(done.end.tensors))
-    for failure in done.failures():
+    state, gaps = _updates(context, window, mesh, state, curve)
+    at_end = states.compare_state(state, end, mesh, precision) if end else None
+    done = comparison.Replayed(window, gaps, at_end, precision.compute)
+    return _outcome(context, done, {n: found.path for n, found in native.items()})
+
+
+def _outcome(context: Context, done, checkpoints: dict[int, str]) -> Outcome:
+    """The window's tables, written by the first process, and its result."""
+    from olmo_core_jax.experiments.replay.comparison import PARTS
+
+    window, end = done.window, done.end
+    failures = done.failures()
+    for failure in failures:
         log.warning("%s", failure)
-    verdict = "the same run" if not done.failures() else "; ".join(done.failures()[:5])
+    verdict = "; ".join(failures[:5]) or "the same run"
     log.info("window %s: %s", window, verdict)
-    last = done.end
-    notes = {f"farthest of {p}": last.worst(p).tensor for p in comparison.PARTS} if last else {}
-    outputs = {"updates": context.path("updates.csv"), "start": start.path}
-    return Outcome(
-        outputs=outputs
-        | ({"end": end.path, "tensors": context.path("tensors.csv")} if end else {}),
-        figures=done.figures(),
-        notes={"verdict": verdict, **notes},
-    )
+    outputs = {"updates": context.path("updates.csv"), "start": checkpoints[window.first]}
+    tables = {outputs["updates"]: done.updates}
+    notes = {"verdict": verdict}
+    if end is not None:
+        outputs |= {"end": checkpoints[window.last], "tensors": context.path("tensors.csv")}
+        tables[outputs["tensors"]] = end.tensors
+        notes |= {f"farthest of {part}": end.worst(part).tensor for part in PARTS}
+    if process_id(context.topology) == 0:
+        for uri, rows in tables.items():
+            storage.write_bytes(uri, _csv(rows))
+    return Outcome(outputs, done.figures(), notes)
 
 
-def _updates(context: Context, window: Window, stage: Stage, grid, state, curve):
+def _updates(context: Context, window: Window, mesh, state, curve):
     """Takes the window's updates with the trainer's own step, loader and schedule."""
     import numpy as np
 
     from olmo_core_jax.data.loader import Loader
     from olmo_core_jax.data.stage_data import build_stage_data, open_stage_data, repetition_filter
-    from olmo_core_jax.experiments.replay import comparison
-    from olmo_core_jax.hardware.topology import process_id
+    from olmo_core_jax.experiments.replay.comparison import compare_update
     from olmo_core_jax.optim.schedules import learning_rate
-    from olmo_core_jax.train import mesh, step
+    from olmo_core_jax.train.mesh import global_batch, local_rows, plan_batch
+    from olmo_core_jax.train.step import make_train_step
 
-    recipe = context.recipe
+    recipe, stage = context.recipe, context.recipe.stage(window.stage)
     where = context.upstream(stages.INDEX, window.stage)
     if process_id(context.topology) == 0 and not storage.exists(storage.join(where, "index.json")):
         build_stage_data(where, recipe, window.stage)
     index, order = open_stage_data(where, stage)
-    plan = mesh.plan_batch(stage, context.topology, grid)
-    update: Callable = step.make_train_step(
+    plan = plan_batch(stage, context.topology, mesh)
+    update: Callable = make_train_step(
         recipe.model,
         stage,
         recipe.precision,
         context.topology,
-        grid,
+        mesh,
         pad_id=recipe.tokenizer.pad_id,
         accumulation=plan.accumulation,
     )
-    rows = mesh.local_rows(grid, stage.batch_instances)
+    rows = local_rows(mesh, stage.batch_instances)
     gaps = []
     loader = Loader(
         index,
@@ -141,13 +138,26 @@ def _updates(context: Context, window: Window, stage: Stage, grid, state, curve)
     )
     with closing(loader):
         for number, _, batch in loader:
-            whole = mesh.global_batch(grid, stage.batch_instances, rows, batch)
+            whole = global_batch(mesh, stage.batch_instances, rows, batch)
             rate = np.float32(learning_rate(stage, number))
             state, metrics = update(state, whole, rate)
             if number in curve:
-                gaps.append(comparison.compare_update(number, stage, metrics, curve[number]))
+                gaps.append(compare_update(number, stage, metrics, curve[number]))
                 log.info("update %d: CE differs by %.2g", number, gaps[-1].ce_gap)
     return state, gaps
+
+
+def _open_checkpoints(context: Context, window: Window) -> dict:
+    """The reference's native checkpoints by update. Raises UserError for one of another update."""
+    from olmo_core_jax.checkpoint.formats.olmo_core import open_native
+
+    found = {}
+    for step in _steps(context, window):
+        native = open_native(_native(context, window, step), context.recipe.model)
+        if native.step != step:
+            raise UserError(f"{native.path} is the checkpoint of update {native.step}, not {step}")
+        found[step] = native
+    return found
 
 
 def _steps(context: Context, window: Window) -> list[int]:

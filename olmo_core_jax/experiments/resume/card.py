@@ -1,10 +1,10 @@
 """The card of flows/verify_resume.py: an interrupted run beside an unbroken one."""
 
-from olmo_core_jax.experiments.resume.comparison import Paired
+from olmo_core_jax.experiments.resume.comparison import ResumeCheck
 from olmo_core_jax.report.tables import Badge, Table
 
 
-def paired_table(found: Paired) -> Table:
+def check_table(found: ResumeCheck) -> Table:
     """What was compared, the largest difference, and where."""
     rows = [
         [metric, f"{size:.3g}", str(at) if at else "", _badge(size == 0)]
@@ -18,7 +18,7 @@ def paired_table(found: Paired) -> Table:
     return Table(["", "difference", "where", "verdict"], rows, texts=("where", "verdict"))
 
 
-def summary(found: Paired) -> str:
+def summary(found: ResumeCheck) -> str:
     """One sentence for people."""
     verdict = "is the unbroken run, bit for bit" if found.same else "is NOT the unbroken run"
     return (
@@ -27,12 +27,12 @@ def summary(found: Paired) -> str:
     )
 
 
-def draw(card, found: Paired) -> None:
+def draw(card, found: ResumeCheck) -> None:
     """Puts sentence and table on a Metaflow card."""
     from metaflow.cards import Markdown
 
     card.append(Markdown(f"# Verify resume\n\n{summary(found)}"))
-    card.append(Markdown(paired_table(found).markdown()))
+    card.append(Markdown(check_table(found).markdown()))
 
 
 def _badge(ok: bool) -> Badge:

@@ -1,4 +1,4 @@
-"""Two runs of the same recipe, update by update: an unbroken one, and one that was interrupted."""
+"""The resume check: an unbroken and an interrupted run of the same recipe, update by update."""
 
 from dataclasses import dataclass
 
@@ -10,7 +10,7 @@ METRICS = (curves.CE, curves.Z, curves.GRAD_NORM, curves.LR, curves.SKIPPED)
 
 
 @dataclass(frozen=True)
-class Paired:
+class ResumeCheck:
     """largest: of each metric, the largest difference and its update (0: nowhere).
 
     arrays: names of the arrays of the last checkpoint whose bits differ, of array_count.
@@ -35,14 +35,14 @@ class Paired:
         return nothing and exact and self.updates > 0 and self.array_count > 0
 
 
-def compare_runs(unbroken: str, interrupted: str, stage: str, last_step: int) -> Paired:
+def compare_runs(unbroken: str, interrupted: str, stage: str, last_step: int) -> ResumeCheck:
     """Compares two run roots' stage up to its last update. NaN equals NaN: it is the same bits."""
     folders = [storage.join(root, train_folder(stage)) for root in (unbroken, interrupted)]
     a, b = (curves.read_metrics(storage.join(f, "metrics", "metrics.jsonl")) for f in folders)
     batches = [curves.read_instances(storage.join(f, "instances.jsonl"))[0] for f in folders]
     sums = [checksums(folder, last_step) for folder in folders]
     steps = range(1, last_step + 1)
-    return Paired(
+    return ResumeCheck(
         updates=len(a.rows.keys() & b.rows.keys()),
         missing=[s for s in steps if s not in a.rows or s not in b.rows],
         largest={metric: _largest(a.rows, b.rows, metric) for metric in METRICS},

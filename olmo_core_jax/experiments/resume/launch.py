@@ -1,4 +1,4 @@
-"""What flows/verify_resume.py needs beside the common entry: a short recipe, quiet stages, a verdict."""
+"""What flows/verify_resume.py needs beside the common entry: a short recipe, the stages before training, a verdict."""
 
 from olmo_core_jax.errors import UserError
 from olmo_core_jax.experiments.resume.plan import parse_plan
@@ -11,7 +11,7 @@ def short_plan(
 ) -> Plan:
     """The plan of the recipe's first `updates` of stage 1, written as a recipe of its own.
 
-    Raises StageError for a recipe that cannot be cut so, or an interruption that could not strike.
+    Raises StageError for a recipe that cannot be cut so, or an interruption that cannot happen.
     """
     from olmo_core_jax import recipes, storage
 
@@ -23,7 +23,7 @@ def short_plan(
         )
     if every < 1:
         raise UserError(f"--every {every}: a checkpoint needs an update at least")
-    _require_strikes(interrupt, updates, every)
+    _require_possible(interrupt, updates, every)
     checkpoints = recipe.stage1.checkpoints.model_copy(update={"every": every, "landmarks": []})
     stage = recipe.stage1.model_copy(update={"stop_at": updates, "checkpoints": checkpoints})
     short = recipe.model_copy(update={"name": f"{recipe.name}-{updates}", "stage1": stage})
@@ -42,17 +42,17 @@ def prepare(recipe_name: str, run_root: str) -> None:
     run_quietly(recipe_name, run_root, *before, "build_index")
 
 
-def require_all_struck(interrupt: str, attempts: int) -> None:
+def require_all_interrupted(interrupt: str, attempts: int) -> None:
     """Raises StageError where there were too few attempts for every planned interruption to have ended one."""
     planned = len(parse_plan(interrupt))
     require(
         attempts > planned,
-        f"{planned} interruptions were planned, but there are {attempts} attempts: not all of them struck, so equal "
-        "runs prove nothing; choose a fresh --output, and see the interrupted run's log",
+        f"{planned} interruptions were planned, but there are {attempts} attempts: not every interruption "
+        "happened, so equal runs prove nothing; choose a fresh --output, and see the interrupted run's log",
     )
 
 
-def _require_strikes(interrupt: str, updates: int, every: int) -> None:
+def _require_possible(interrupt: str, updates: int, every: int) -> None:
     for planned in parse_plan(interrupt):
         if planned.step >= updates:  # at the last one there may be nothing left for another attempt
             raise UserError(

@@ -17,7 +17,7 @@ from olmo_core_jax.compare.curves import read_csv
 from olmo_core_jax.data.loader import Loader
 from olmo_core_jax.data.stage_data import build_stage_data
 from olmo_core_jax.errors import OK, USER_ERROR, UserError
-from olmo_core_jax.experiments.replay import comparison, job
+from olmo_core_jax.experiments.replay import comparison, job, states
 from olmo_core_jax.experiments.replay.card import window_table
 from olmo_core_jax.experiments.replay.plan import (
     Window,
@@ -55,8 +55,8 @@ def machine(tmp_path_factory):
 
 def start_state(grid):
     native = open_native(NATIVE[FIRST], LAPTOP.model)
-    history = comparison.skip_history(CURVE, FIRST, STAGE)
-    return comparison.native_state(native, grid, STAGE, LAPTOP.precision, history)
+    history = states.skip_history(CURVE, FIRST, STAGE)
+    return states.native_state(native, grid, STAGE, LAPTOP.precision, history)
 
 
 def take(machine, state, updates: int, shift: int = 0) -> tuple:
@@ -76,7 +76,7 @@ def take(machine, state, updates: int, shift: int = 0) -> tuple:
 
 def verdict(machine, state, gaps) -> comparison.Replayed:
     end = open_native(NATIVE[FIRST + len(gaps)], LAPTOP.model)
-    gap = comparison.compare_state(state, end, machine[0], LAPTOP.precision)
+    gap = states.compare_state(state, end, machine[0], LAPTOP.precision)
     return comparison.Replayed(WINDOW, gaps, gap, "float32")
 
 
@@ -143,7 +143,7 @@ def test_a_tensor_that_differs_is_named(machine):
     state = start_state(machine[0])
     state.params["cycles"]["layer_2"]["mlp"]["up"] *= 1.001
     native = open_native(NATIVE[FIRST], LAPTOP.model)
-    gap = comparison.compare_state(state, native, machine[0], LAPTOP.precision)
+    gap = states.compare_state(state, native, machine[0], LAPTOP.precision)
     worst = gap.worst("params")
     assert worst.tensor == "cycles.layer_2.mlp.up"
     assert worst.norm == pytest.approx(1e-3, rel=1e-3)
@@ -156,13 +156,13 @@ def test_a_tensor_that_differs_is_named(machine):
 def test_history_needs_the_log(machine):
     curve = {k: v for k, v in CURVE.items() if k != FIRST - 5}
     with pytest.raises(UserError, match=rf"no update {FIRST - 5}, on which skipping depends"):
-        comparison.skip_history(curve, FIRST, STAGE)
+        states.skip_history(curve, FIRST, STAGE)
 
 
 def test_what_the_reference_does_not_have(machine):
     """As with a published run that logs few updates and keeps few checkpoints."""
     few = {k: v for k, v in CURVE.items() if k % 10 == 0}
-    losses, norms, seen = comparison.skip_history(few, FIRST, STAGE, partial=True)
+    losses, norms, seen = states.skip_history(few, FIRST, STAGE, partial=True)
     assert seen == 0 and not losses.any() and not norms.any()
     gaps = [comparison.UpdateGap(FIRST + 10, 3.0, 3.0, 1.0, 1.0, 0.0, False, False, None)]
     done = comparison.Replayed(WINDOW, gaps, None, "float32")
@@ -176,12 +176,12 @@ def test_what_the_reference_does_not_have(machine):
 
 
 def test_history_is_the_ring_of_an_unbroken_run():
-    losses, norms, seen = comparison.skip_history(CURVE, FIRST, STAGE)
+    losses, norms, seen = states.skip_history(CURVE, FIRST, STAGE)
     window = STAGE.optimizer.skip.window
     assert seen == FIRST and len(losses) == len(norms) == window
     for update in (FIRST, FIRST - 1, FIRST - window + 1):
         assert losses[(update - 1) % window] == np.float32(CURVE[update]["train/CE loss"])
-    short, _, seen = comparison.skip_history(CURVE, 5, STAGE)
+    short, _, seen = states.skip_history(CURVE, 5, STAGE)
     assert seen == 5 and np.count_nonzero(short) == 5
 
 
@@ -232,7 +232,7 @@ def test_job_and_flow(tmp_path):
 
 @pytest.mark.slow
 def test_flow_replays_and_fails_where_it_should(tmp_path):
-    flow = Path(__file__).parents[2] / "flows" / "replay.py"
+    flow = Path(__file__).parents[3] / "flows" / "replay.py"
     out = subprocess.run(
         [sys.executable, str(flow), "run", "--windows", str(WINDOW)],
         capture_output=True,
