@@ -53,7 +53,7 @@ compile-check: $(VENV)/installed-tests  ## compile the 7B step for TPU topologie
 
 compile-check-gpu: $(VENV)/installed-tests  ## compile the 7B step for NVIDIA GPUs (adds 5 GB of CUDA; a minute)
 	$(PIP) -e '.[cuda]'
-	$(BIN)/python -m pytest -m "" tests/train/test_compile.py
+	$(BIN)/python -m pytest -m "" tests/compile/test_ahead.py
 
 clean:               ## remove the virtual environment; runs stay
 	rm -rf $(VENV)
