@@ -11,19 +11,13 @@ import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 from processes import run_python
+from states import state
 
 from olmo_core_jax.checkpoint.checksums import array_checksum, checksums
 from olmo_core_jax.checkpoint.store import CheckpointStore, Damaged
 from olmo_core_jax.errors import CRASH, Diverged, JobError, UserError
 
 TOKENS = 5_929_965_715_456  # of the published run's last update; an int32 wraps at update 512
-
-
-def state(step: int = 0, layers: int = 3):
-    rng = np.random.default_rng(step)
-    params = {f"layer_{i}": rng.normal(size=(40, 50)).astype(np.float32) for i in range(layers)}
-    params["gain"] = np.ones(64, np.float32)
-    return jax.tree.map(jnp.asarray, {"params": params, "step": np.int32(step)})
 
 
 def saved(directory, *steps: int, **options) -> CheckpointStore:
@@ -221,7 +215,9 @@ def test_an_unwritable_directory_is_an_error_at_once(tmp_path):
     code = """
 import os, shutil, sys
 from pathlib import Path
-from test_checkpoint import CheckpointStore, JobError, state
+from states import state
+from olmo_core_jax.checkpoint.store import CheckpointStore
+from olmo_core_jax.errors import JobError
 folder = Path(sys.argv[1])
 store = CheckpointStore(str(folder))
 shutil.move(folder, folder.with_name("kept"))
@@ -241,7 +237,8 @@ except JobError as e:
 def test_exit_right_after_the_last_save_leaves_it_whole(tmp_path):
     code = """
 import sys
-from test_checkpoint import CheckpointStore, state
+from states import state
+from olmo_core_jax.checkpoint.store import CheckpointStore
 store = CheckpointStore(sys.argv[1])
 store.save(5, state(5), {})
 store.close()
@@ -255,7 +252,7 @@ def test_reshard_8_4_2_1_without_warnings(tmp_path):
     code = """
 import sys, jax, numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
-from olmo_core_jax.train.checkpoint import CheckpointStore
+from olmo_core_jax.checkpoint.store import CheckpointStore
 n = int(sys.argv[2])
 mesh = Mesh(np.array(jax.devices()[:n]), "x")
 value = np.arange(64 * 24, dtype=np.float32).reshape(64, 24)

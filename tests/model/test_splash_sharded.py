@@ -12,7 +12,7 @@ from functools import partial
 from jax.sharding import NamedSharding
 from olmo_core_jax.model.attention import FULL, reference
 from olmo_core_jax.model.splash import splash
-from olmo_core_jax.topology import Mesh
+from olmo_core_jax.hardware.topology import Mesh
 from olmo_core_jax.train.mesh import make_mesh, named_sharding
 
 mesh = make_mesh(Mesh(fsdp=2, tensor=2, context=2))

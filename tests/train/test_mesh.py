@@ -13,7 +13,7 @@ from olmo_core_jax.train import mesh as meshes
 LAYOUT = """
 import jax, numpy as np, sys
 from olmo_core_jax import recipes
-from olmo_core_jax.topology import Mesh, Topology
+from olmo_core_jax.hardware.topology import Mesh, Topology
 from olmo_core_jax.train import mesh as meshes
 from olmo_core_jax.data.batch import Batch
 """

@@ -19,7 +19,7 @@ UPDATES = 20
 TRAIN = """
 import json, sys, warnings
 import jax, tiny
-from olmo_core_jax.topology import Topology
+from olmo_core_jax.hardware.topology import Topology
 recipe, root, topology, stop_after = sys.argv[1:]
 warnings.simplefilter("error", UserWarning)  # donated buffers, shardings read from files
 sizes = []

@@ -20,7 +20,7 @@ CHECK = """
 import sys
 from pathlib import Path
 from olmo_core_jax import storage
-from olmo_core_jax.convert import inspection
+from olmo_core_jax.checkpoint import inspection
 step, source, copy = sys.argv[1:]
 assert not inspection.verify(step).problems
 assert inspection.diff(step, source).same

@@ -5,7 +5,7 @@ import threading
 
 import pytest
 from fake_kube.lab import Lab
-from test_gke_table import chain, said
+from standin_state import chain, said
 
 from olmo_core_jax.errors import USER_ERROR
 from olmo_core_jax.launch.gke import api as k8s

@@ -6,7 +6,7 @@ import time
 
 import pytest
 from fake_kube.lab import Lab
-from test_gke_table import chain
+from standin_state import chain
 
 from olmo_core_jax.errors import UserError
 from olmo_core_jax.launch.gke import api as k8s

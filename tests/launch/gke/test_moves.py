@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from fake_kube.lab import Lab
-from test_gke_table import chain, said
+from standin_state import chain, said
 
 from olmo_core_jax.launch.job import JobFailed
 

@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from fake_kube.lab import Controller, Killed, Lab
-from test_gke_table import chain
+from standin_state import chain
 
 from olmo_core_jax.launch.job import JobFailed
 

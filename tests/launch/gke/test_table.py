@@ -1,30 +1,17 @@
 """Every row of the decision table (decide.py), played on the loopback cluster by a controller that speaks HTTP."""
 
-import hashlib
-import re
 import time
 from pathlib import Path
 
 import pytest
 from fake_kube.lab import Lab
+from standin_state import chain, said
 
 from olmo_core_jax.errors import CRASH, DIVERGED, LOCKED, USER_ERROR, UserError
 from olmo_core_jax.launch.gke import names
 from olmo_core_jax.launch.job import JobFailed
 
 pytest.importorskip("kubernetes")
-
-
-def chain(steps: int) -> str:
-    """The stand-in's state after so many steps, computed here."""
-    state = "start"
-    for step in range(steps):
-        state = hashlib.sha256(f"{state} {step}".encode()).hexdigest()
-    return state
-
-
-def said(lab, words: str) -> bool:
-    return any(re.search(words, text) for text in lab.said)
 
 
 def test_completed_with_a_result_is_done(tmp_path):
