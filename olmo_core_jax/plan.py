@@ -18,8 +18,47 @@ GIB = 2**30
 
 
 @dataclass(frozen=True)
-class StagePlan:
-    """One stage. days, chip_hours and cost are None without a hardware shape (cost: without a price)."""
+class Assumptions:
+    """What turns FLOPs into time and money. Raises UserError for what cannot be.
+
+    shape: hardware, such as v5p-256 (None: time is not asked for); mfu: model FLOPs utilisation; price: of one
+    chip-hour, in any currency.
+    """
+
+    shape: str | None = None
+    mfu: float = 0.4
+    price: float | None = None
+
+    def __post_init__(self):
+        if not 0 < self.mfu <= 1:
+            raise UserError(f"--mfu {self.mfu}: a fraction between 0 and 1 is meant, such as 0.4")
+        if self.price is not None and not 0 <= self.price < math.inf:
+            raise UserError(f"--price {self.price}: what a chip-hour costs is meant, 0 or more")
+        if self.shape is not None and shapes.shape(self.shape).chip is None:
+            raise UserError(f"--hardware {self.shape} has no chip with a known peak rate")
+
+    def cost_of(self, flops: float) -> "Cost":
+        """Time on all chips of the shape, and what it costs."""
+        chip = None if self.shape is None else shapes.shape(self.shape).chip
+        if self.shape is None or chip is None:
+            return Cost()
+        chip_hours = flops / (chip.peak_bf16 * self.mfu) / 3600
+        days = chip_hours / shapes.shape(self.shape).chips / 24
+        return Cost(days, chip_hours, None if self.price is None else chip_hours * self.price)
+
+
+@dataclass(frozen=True)
+class Cost:
+    """days and chip_hours are None without a hardware shape, cost without a price too."""
+
+    days: float | None = None
+    chip_hours: float | None = None
+    cost: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class StagePlan(Cost):
+    """One stage."""
 
     stage: str
     updates: int
@@ -27,9 +66,6 @@ class StagePlan:
     tokens: int
     instances: int
     flops: float
-    days: float | None
-    chip_hours: float | None
-    cost: float | None
     checkpoint_gib: float
     kept_checkpoints: int
     kept_gib: float
@@ -37,52 +73,36 @@ class StagePlan:
     joins: list[dict]
 
 
-def plan(
-    recipe: Recipe, shape: str | None = None, mfu: float = 0.4, price: float | None = None
-) -> list[StagePlan]:
-    """A plan for each training stage. price: of one chip-hour, in any currency. Raises UserError for a bad schedule."""
-    check_assumptions(mfu, price)
-    return [
-        _plan_stage(recipe, name, recipe.stage(name), shape, mfu, price) for name in recipe.stages()
-    ]
+def plan(recipe: Recipe, assumed: Assumptions = Assumptions()) -> list[StagePlan]:
+    """A plan for each training stage. Raises UserError for a bad schedule."""
+    return [_plan_stage(recipe, name, assumed) for name in recipe.stages()]
 
 
-def check_assumptions(mfu: float, price: float | None) -> None:
-    """Raises UserError for a utilisation or a price that cannot be."""
-    if not 0 < mfu <= 1:
-        raise UserError(f"--mfu {mfu}: a fraction between 0 and 1 is meant, such as 0.4")
-    if price is not None and not 0 <= price < math.inf:
-        raise UserError(f"--price {price}: what a chip-hour costs is meant, 0 or more")
+def flops_of(recipe: Recipe, stage: Stage, updates: int) -> float:
+    """FLOPs of some updates of a stage, forward and backward."""
+    a_token = training_flops(recipe.model, stage.data.sequence_length)
+    return updates * stage.batch_tokens * a_token
 
 
-def _plan_stage(recipe: Recipe, name: str, stage: Stage, shape, mfu, price) -> StagePlan:
+def _plan_stage(recipe: Recipe, name: str, assumed: Assumptions) -> StagePlan:
+    stage = recipe.stage(name)
     check_schedule(stage, name)
-    tokens = stage.last_step * stage.batch_tokens
-    flops = tokens * training_flops(recipe.model, stage.data.sequence_length)
-    hours = chip_hours = None
-    if shape is not None:
-        found = shapes.shape(shape)
-        if found.chip is None:
-            raise UserError(f"--hardware {shape} has no chip with a known peak rate")
-        hours = flops / (found.chips * found.chip.peak_bf16 * mfu) / 3600
-        chip_hours = hours * found.chips
+    flops = flops_of(recipe, stage, stage.last_step)
     size = checkpoint_bytes(recipe) / GIB
     kept = len({*stage.checkpoints.landmarks, stage.last_step}) + stage.checkpoints.keep
     return StagePlan(
         stage=name,
         updates=stage.last_step,
         schedule_updates=stage.total_steps,
-        tokens=tokens,
+        tokens=stage.last_step * stage.batch_tokens,
         instances=stage.last_step * stage.batch_instances,
         flops=flops,
-        days=hours and hours / 24,
-        chip_hours=chip_hours,
-        cost=None if chip_hours is None or price is None else chip_hours * price,
         checkpoint_gib=size,
         kept_checkpoints=kept,
         kept_gib=kept * size,
         learning_rates={s: learning_rate(stage, s) for s in _telling_steps(stage)},
         joins=[asdict(j) | {"jump": j.jump} for j in joins(stage)],
+        **asdict(assumed.cost_of(flops)),
     )
 
 
@@ -119,7 +139,7 @@ def _size(gib: float) -> str:
     return f"{gib:,.2f} GiB" if gib >= 0.1 else f"{gib * 1024:,.1f} MiB"
 
 
-def describe(recipe: Recipe, stages: list[StagePlan], shape: str | None, mfu: float) -> str:
+def describe(recipe: Recipe, stages: list[StagePlan], assumed: Assumptions) -> str:
     """The plan as text."""
     lines = [f"{recipe.name}: {n_params(recipe.model):,} parameters"]
     for p in stages:
@@ -131,7 +151,7 @@ def describe(recipe: Recipe, stages: list[StagePlan], shape: str | None, mfu: fl
         if p.days is not None and p.chip_hours is not None:
             cost = f", cost {p.cost:,.0f}" if p.cost is not None else ""
             lines.append(
-                f"  on {shape} at {mfu:.0%} MFU: {p.days:,.2f} days, {p.chip_hours:,.0f} chip-hours{cost}"
+                f"  on {assumed.shape} at {assumed.mfu:.0%} MFU: {p.days:,.2f} days, {p.chip_hours:,.0f} chip-hours{cost}"
             )
         lines += [
             f"  a checkpoint {_size(p.checkpoint_gib)}, {p.kept_checkpoints} kept: {_size(p.kept_gib)}",

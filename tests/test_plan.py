@@ -8,13 +8,12 @@ import pytest
 
 from olmo_core_jax import recipes
 from olmo_core_jax.errors import UserError
-from olmo_core_jax.experiments.replay.plan import price_windows
-from olmo_core_jax.plan import plan
+from olmo_core_jax.plan import Assumptions, plan
 
 
 @pytest.fixture(scope="module")
 def seven():
-    return plan(recipes.load_recipe("olmo3_7b"), "v5p-256", mfu=0.5, price=2.0)
+    return plan(recipes.load_recipe("olmo3_7b"), Assumptions("v5p-256", mfu=0.5, price=2.0))
 
 
 def test_updates_and_tokens_of_the_published_run(seven):
@@ -42,20 +41,16 @@ def test_time_and_money_follow_from_peak_and_mfu(seven):
 def test_bad_input_is_named():
     recipe = recipes.load_recipe("laptop")
     with pytest.raises(UserError, match="--mfu 40"):
-        plan(recipe, "v5p-256", mfu=40)
+        Assumptions("v5p-256", mfu=40)
     for price in (-1.0, float("nan"), float("inf")):
         with pytest.raises(UserError, match="--price"):
-            plan(recipe, "v5p-256", price=price)
-        with pytest.raises(UserError, match="--price"):
-            price_windows(recipe, [], "v5p-256", price=price)
-    assert [s.cost for s in plan(recipe, "v5p-256", price=0.0)] == [0.0, 0.0]
+            Assumptions("v5p-256", price=price)
+    assert [s.cost for s in plan(recipe, Assumptions("v5p-256", price=0.0))] == [0.0, 0.0]
     for none in ("", "v5p-"):
         with pytest.raises(UserError, match=r"choose|customary"):
-            plan(recipe, none)
-    with pytest.raises(UserError, match="choose one of"):
-        price_windows(recipe, [], "")
+            Assumptions(none)
     with pytest.raises(UserError, match="v9"):
-        plan(recipe, "v9-16")
+        Assumptions("v9-16")
 
 
 def test_the_command_imports_no_jax_and_prints_json():

@@ -3,7 +3,6 @@ right.
 """
 
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -14,27 +13,7 @@ from olmo_core_jax.checkpoint import contents, layout
 from olmo_core_jax.checkpoint.contents import Contents, open_checkpoint
 from olmo_core_jax.checkpoint.tensors import LazyArray, part_checksum
 from olmo_core_jax.errors import UserError
-
-
-def table(rows: Sequence[Sequence[Any]], header: Sequence[str]) -> str:
-    """Columns of text, numbers to the right."""
-    cells = [list(header)] + [[_cell(x) for x in row] for row in rows]
-    widths = [max(len(row[k]) for row in cells) for k in range(len(header))]
-    right = [
-        rows and all(isinstance(row[k], int | float) for row in rows) for k in range(len(header))
-    ]
-    return "\n".join(
-        "  ".join(
-            c.rjust(w) if r else c.ljust(w) for c, w, r in zip(row, widths, right, strict=True)
-        ).rstrip()
-        for row in cells
-    )
-
-
-def _cell(value: Any) -> str:
-    if isinstance(value, float):
-        return f"{value:.6g}"
-    return f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else str(value)
+from olmo_core_jax.terminal import text_table
 
 
 @dataclass(frozen=True)
@@ -67,7 +46,7 @@ class Listing:
             )
             for s in self.steps
         ]
-        return table(rows, ("folder", "step", "bytes", "stage", "tokens", "Adam", "state"))
+        return text_table(rows, ("folder", "step", "bytes", "stage", "tokens", "Adam", "state"))
 
     def json(self) -> list[dict]:
         return [asdict(s) for s in self.steps]
@@ -130,7 +109,7 @@ class Shown:
         if self.model:
             lines.append("  model: " + ", ".join(f"{k} {v}" for k, v in self.model.items()))
         total = sum(row[3] for row in self.arrays)
-        lines.append(table(self.arrays, ("array", "dtype", "shape", "bytes", "checksum")))
+        lines.append(text_table(self.arrays, ("array", "dtype", "shape", "bytes", "checksum")))
         lines.append(f"{len(self.arrays)} arrays, {total:,} bytes")
         return "\n".join(lines)
 
@@ -203,7 +182,9 @@ class Diff:
         rows = [(d.name, d.different, d.size, d.max_abs, d.relative, d.tensor) for d in differing]
         if rows:
             lines.append(
-                table(rows, ("array", "values differ", "of", "max |a-b|", "relative", "most in"))
+                text_table(
+                    rows, ("array", "values differ", "of", "max |a-b|", "relative", "most in")
+                )
             )
         return "\n".join(lines)
 

@@ -20,6 +20,7 @@ from olmo_core_jax.model.weights import leaves
 from olmo_core_jax.optim.schedules import learning_rate
 from olmo_core_jax.recipes.schema import Recipe, Stage
 from olmo_core_jax.stages import train_folder
+from olmo_core_jax.terminal import text_table
 
 TAKEN, RESET, RECIPE = "taken", "reset", "from recipe"
 UNKNOWN = "not in the checkpoint"
@@ -215,13 +216,8 @@ def _position(data: Mapping[str, Any]) -> str:
 
 def format_table(rows: list[Row]) -> str:
     """The table as text, columns aligned."""
-    cells = [["", "in the checkpoint", "at the start", "rule"]]
-    cells += [list(asdict(row).values()) for row in rows]
-    widths = [max(len(row[k]) for row in cells) for k in range(4)]
-    return "\n".join(
-        "  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip()
-        for row in cells
-    )
+    cells = [tuple(asdict(row).values()) for row in rows]
+    return text_table(cells, ["", "in the checkpoint", "at the start", "rule"])
 
 
 def table_json(rows: list[Row]) -> list[dict[str, str]]:

@@ -12,6 +12,7 @@ from olmo_core_jax.cli import checkpoints, data
 from olmo_core_jax.errors import JobError
 from olmo_core_jax.launch import commands
 from olmo_core_jax.stages import STAGES, Stage
+from olmo_core_jax.terminal import text_table
 
 app = typer.Typer(
     no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help=__doc__
@@ -48,8 +49,7 @@ def recipes() -> None:
     """The shipped recipes."""
     from olmo_core_jax.recipes import load_recipe, shipped_recipes
 
-    for name in shipped_recipes():
-        typer.echo(f"{name:16s} {load_recipe(name).description}")
+    show(text_table([(name, load_recipe(name).description) for name in shipped_recipes()]))
 
 
 @app.command()
@@ -70,21 +70,21 @@ def plan(
     from olmo_core_jax import plan as planning
     from olmo_core_jax.recipes import load_recipe, missing_files
 
-    loaded = load_recipe(recipe)
+    loaded, assumed = load_recipe(recipe), planning.Assumptions(hardware, mfu, price)
     if replay is not None:
         from olmo_core_jax.experiments.replay import plan
 
         chosen = plan.parse_windows(replay, loaded)
-        windows = plan.price_windows(loaded, chosen, hardware, mfu, price)
+        windows = plan.plan_windows(loaded, chosen, assumed)
         text = plan.describe_windows(loaded, windows)
         show([asdict(w) for w in windows] if as_json else text, as_json)
         return
-    stages = planning.plan(loaded, hardware, mfu, price)
+    stages = planning.plan(loaded, assumed)
     if as_json:
         show([asdict(s) for s in stages], True)
     else:
         absent = [f"not there: {name}" for name in missing_files(loaded)]
-        show("\n".join([planning.describe(loaded, stages, hardware, mfu), *absent]), False)
+        show("\n".join([planning.describe(loaded, stages, assumed), *absent]), False)
 
 
 @app.command(name="compile")
@@ -156,20 +156,25 @@ def list_hardware() -> None:
     """Every node shape that jobs can run on."""
     from olmo_core_jax.hardware.shapes import all_shapes
 
-    typer.echo(
-        f"{'shape':20s} {'hosts':>5s} {'chips':>5s} {'devices':>7s} {'GiB/device':>10s} {'PFLOP/s':>8s}  "
-        f"{'vCPUs':>5s} {'RAM GB':>6s}  machine (of one host)"
-    )
-    for s in all_shapes():
-        memory = f"{s.chip.memory_per_device_gib:.0f}" if s.chip else "-"
-        peak = f"{s.chips * s.chip.peak_bf16 / 1e15:.1f}" if s.chip else "-"
-        typer.echo(
-            f"{s.name:20s} {s.hosts:5d} {s.chips:5d} {s.devices:7d} {memory:>10s} {peak:>8s}  "
-            f"{s.host_vcpu or '-':>5} {s.host_ram_gb or '-':>6}  {s.machine}"
+    columns = ["shape", "hosts", "chips", "devices", "GiB/device", "PFLOP/s", "vCPUs", "RAM GB"]
+    rows = [
+        (
+            s.name,
+            s.hosts,
+            s.chips,
+            s.devices,
+            s.chip and round(s.chip.memory_per_device_gib),
+            s.chip and round(s.chips * s.chip.peak_bf16 / 1e15, 1),
+            s.host_vcpu or None,
+            s.host_ram_gb or None,
+            s.machine,
         )
+        for s in all_shapes()
+    ]
+    show(text_table(rows, [*columns, "machine (of one host)"]))
 
 
-def show(value, as_json: bool) -> None:
+def show(value, as_json: bool = False) -> None:
     """Prints a result for people (its own text) or for programs."""
     typer.echo(json.dumps(value, indent=1, default=str) if as_json else str(value))
 

@@ -7,6 +7,7 @@ import typer
 
 from olmo_core_jax import results
 from olmo_core_jax.errors import UserError
+from olmo_core_jax.terminal import text_table
 
 app = typer.Typer(no_args_is_help=True, help=__doc__)
 
@@ -37,12 +38,9 @@ def where(
 
     rows = find(run_root, step, row, stage)
     if as_json:
-        show([asdict(r) for r in rows], True)
-        return
-    for r in rows:
-        typer.echo(
-            f"row {r.row:4d}  instance {r.instance:>10d}  {r.label:16s} {r.file} bytes {r.offset} + {r.tokens} tokens"
-        )
+        return show([asdict(r) for r in rows], True)
+    cells = [(r.row, str(r.instance), r.label, r.file, str(r.offset), r.tokens) for r in rows]
+    show(text_table(cells, ["row", "instance", "label", "file", "from byte", "tokens"]))
 
 
 @app.command()

@@ -10,6 +10,7 @@ from olmo_core_jax.compare.curves import TPS
 from olmo_core_jax.report.run import Run
 from olmo_core_jax.report.svg import short
 from olmo_core_jax.stages import LANDMARKS, PIPELINE
+from olmo_core_jax.terminal import text_table
 
 MARKS = {"pass": "✓ pass", "FAIL": "✗ **FAIL**", "not measured": "… not measured"}
 
@@ -101,9 +102,9 @@ def verdict_table(verdicts: list[Verdict]) -> Table:
 
 def verdict_text(verdicts: list[Verdict]) -> str:
     """The same for a terminal: a line a check."""
-    rows = verdict_table(verdicts).rows
-    width = max((len(row[0]) for row in rows), default=0)
-    return "\n".join(f"{w:12s}  {title:{width}s}  {m} ({limit})" for title, m, limit, w in rows)
+    return text_table(
+        [(w, title, f"{m} ({limit})") for title, m, limit, w in verdict_table(verdicts).rows]
+    )
 
 
 def landmark_table(results: Mapping[str, Mapping[str, float]]) -> Table:

@@ -6,14 +6,12 @@ its checkpoint of N + K. `380:20` is `stage1/380:20`.
 """
 
 import re
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from itertools import pairwise
 
 from olmo_core_jax.errors import UserError
-from olmo_core_jax.hardware import shapes
-from olmo_core_jax.hardware.flops import training_flops
 from olmo_core_jax.model.weights import n_params
-from olmo_core_jax.plan import GIB, check_assumptions
+from olmo_core_jax.plan import GIB, Assumptions, Cost, flops_of
 from olmo_core_jax.recipes.schema import Recipe
 
 STATE_BYTES = 12  # a native checkpoint: weights and both moments in fp32
@@ -69,49 +67,31 @@ def all_windows(recipe: Recipe) -> list[Window]:
     return windows
 
 
-@dataclass(frozen=True)
-class WindowPlan:
-    """What a window takes. chip_hours and cost: None without chips, or a price of an hour of one."""
+@dataclass(frozen=True, kw_only=True)
+class WindowPlan(Cost):
+    """What a window takes. share: of its stage's updates; read_gib: both native checkpoints."""
 
     window: str
     tokens: int
     flops: float
     share: float
     read_gib: float
-    chip_hours: float | None
-    cost: float | None
 
 
-def price_windows(
-    recipe: Recipe,
-    windows: list[Window],
-    shape: str | None = None,
-    mfu: float = 0.4,
-    price: float | None = None,
-) -> list[WindowPlan]:
-    """A plan for each window. share: of its stage's updates; read_gib: both native checkpoints.
-
-    shape: hardware, such as v5p-256; mfu: assumed; price: of one chip-hour.
-    """
-    check_assumptions(mfu, price)
-    chip = None if shape is None else shapes.shape(shape).chip
-    if shape is not None and chip is None:
-        raise UserError(f"--hardware {shape} has no chip with a known peak rate")
+def plan_windows(recipe: Recipe, windows: list[Window], assumed: Assumptions) -> list[WindowPlan]:
+    """A plan for each window."""
     plans = []
     for window in windows:
         stage = recipe.stage(window.stage)
-        tokens = window.updates * stage.batch_tokens
-        flops = tokens * training_flops(recipe.model, stage.data.sequence_length)
-        hours = flops / (chip.peak_bf16 * mfu) / 3600 if chip else None
+        flops = flops_of(recipe, stage, window.updates)
         plans.append(
             WindowPlan(
-                str(window),
-                tokens,
-                flops,
-                window.updates / stage.last_step,
-                2 * n_params(recipe.model) * STATE_BYTES / GIB,
-                hours,
-                None if hours is None or price is None else hours * price,
+                window=str(window),
+                tokens=window.updates * stage.batch_tokens,
+                flops=flops,
+                share=window.updates / stage.last_step,
+                read_gib=2 * n_params(recipe.model) * STATE_BYTES / GIB,
+                **asdict(assumed.cost_of(flops)),
             )
         )
     return plans

@@ -26,6 +26,7 @@ from olmo_core_jax.launch.job import Job
 from olmo_core_jax.launch.profile import Profile
 from olmo_core_jax.recipes.schema import TRAINING_STAGES
 from olmo_core_jax.results import read_result
+from olmo_core_jax.terminal import text_table
 
 OLDEST = {"kubernetes": (1, 29), "tpu7x": (1, 34), "jobset": (0, 10), "kueue": (0, 17)}
 """Oldest versions that were read for this launcher: message patterns in JobSet, v1beta2 in Kueue, TPU7x in GKE."""
@@ -93,10 +94,9 @@ def _of_cluster(
 
 def table(rows: list[Row]) -> str:
     """The rows for people."""
-    width = max(len(r.what) for r in rows)
-    lines = [f"{'ok  ' if r.passed else 'FAIL'}  {r.what:{width}s}  {r.text}" for r in rows]
+    shown = text_table([("ok" if r.passed else "FAIL", r.what, r.text) for r in rows])
     failed = sum(not r.passed for r in rows)
-    return "\n".join([*lines, "all pass" if not failed else f"{failed} of {len(rows)} fail"])
+    return f"{shown}\n{f'{failed} of {len(rows)} fail' if failed else 'all pass'}"
 
 
 def _row(name: str, look: Callable[[], str]) -> Row:

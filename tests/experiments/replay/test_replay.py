@@ -24,12 +24,13 @@ from olmo_core_jax.experiments.replay.plan import (
     all_windows,
     describe_windows,
     parse_windows,
-    price_windows,
+    plan_windows,
 )
 from olmo_core_jax.hardware.topology import Topology
 from olmo_core_jax.jobs.common import main
 from olmo_core_jax.model.weights import leaves
 from olmo_core_jax.optim.schedules import learning_rate
+from olmo_core_jax.plan import Assumptions
 from olmo_core_jax.recipes import load_recipe
 from olmo_core_jax.results import read_result
 from olmo_core_jax.train import mesh, step
@@ -202,7 +203,7 @@ def test_windows():
 
 def test_price_of_replaying_7b():
     recipe = load_recipe("olmo3_7b")
-    (plan,) = price_windows(recipe, [Window("stage1", 1000, 20)], "v5p-256", price=4.2)
+    (plan,) = plan_windows(recipe, [Window("stage1", 1000, 20)], Assumptions("v5p-256", price=4.2))
     assert plan.tokens == 20 * recipe.stage1.batch_tokens
     assert plan.share < 2e-5
     assert 150 < plan.read_gib < 170  # two states of 7.3 G parameters at 12 bytes
